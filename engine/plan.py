@@ -1,0 +1,372 @@
+"""The planner: any layout to any layout, once per peer; any request, in microseconds.
+
+::
+
+    plan = prepare_plan(local_layout, {key: remote_layout, ...}, reader=0,
+                        skip_groups=frozenset())          -> Plan[key]
+    plan.peers[key].sections[i].local_rows / .remote_rows  # prepare these, once
+    plan.peers[key].sections[i].local_memory / .remote_memory
+    selection = plan.select(num_tokens=37, computed_tokens=16,
+                            local={group: Span}, remote={group: Span})  -> Selection
+    for key, parts in selection.peers.items():
+        for part in parts:                                 # part.index: the section
+            for wave in part.waves(max_bytes):             # slices
+                part.local_ids[wave], part.remote_ids[wave]
+    selection.untrusted, selection.tails, selection.bytes, selection.descriptors
+
+*Local* is the consumer, where the bytes end up, and *remote* the producer's
+ranks. A producer that pushes plans the same way, from the consumer's layout and
+its own instance's, and mirrors the sections and selections of its own key.
+
+Owned here: who provides what (`Holder`, replicas, missing layers), and that no
+plan leaves without its proof of coverage. Runs are made in `runs`, rows in
+`sections`, proofs in `coverage`, requests in `selection`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from kvferry.engine.coverage import prove_coverage, prove_inside, region_edges
+from kvferry.engine.runs import Overlap, Pieces, check_pair, pair_parts
+from kvferry.engine.sections import (
+    Contribution,
+    PeerPlan,
+    Section,
+    StratumKey,
+    build_sections,
+)
+from kvferry.engine.selection import SectionSelection, Selection, Selector, Tail
+from kvferry.engine.spans import Context, Side, Span
+from kvferry.engine.validity import check_layout
+from kvferry.protocol.errors import ImpossiblePlan
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+    from kvferry.protocol.layout import (
+        CacheLayout,
+        FieldLayout,
+        GroupLayout,
+        PartLayout,
+        Shard,
+    )
+
+__all__ = (
+    "PeerPlan",
+    "Plan",
+    "Section",
+    "SectionSelection",
+    "Selection",
+    "Span",
+    "Tail",
+    "prepare_plan",
+)
+
+KeyT = TypeVar("KeyT", bound="Hashable")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan(Generic[KeyT]):
+    """One consumer rank against all ranks of one producer instance.
+
+    Attributes:
+        peers: By remote rank, in the order given; ranks that nothing is read from
+            have no sections.
+        groups: The local groups that take part, by name.
+    """
+
+    peers: Mapping[KeyT, PeerPlan[KeyT]]
+    groups: Mapping[str, GroupLayout]
+
+    def select(
+        self,
+        *,
+        num_tokens: int,
+        local: Mapping[str, Span],
+        remote: Mapping[str, Span],
+        computed_tokens: int = 0,
+    ) -> Selection[KeyT]:
+        """What one request moves and zeroes.
+
+        Args:
+            num_tokens: Tokens in the producer's cache.
+            local, remote: Spans of every group of the plan, the consumer's and the
+                producer's. Blocks beyond ``num_tokens`` get no bytes. ``remote`` is
+                not looked at when nothing is to be moved.
+            computed_tokens: The consumer holds the tokens before this one already.
+
+        Raises:
+            UnknownBlock: A block is not in its pool, listed twice on the consumer's
+                side, ``None`` where data is needed, or missing.
+            ImpossiblePlan: A span or ``computed_tokens`` does not begin where both
+                sides' blocks allow it.
+        """
+        selector = Selector(
+            self.groups,
+            num_tokens=num_tokens,
+            computed_tokens=computed_tokens,
+            local=local,
+            remote=remote,
+        )
+        return selector.select(self.peers)
+
+
+def prepare_plan(
+    local: CacheLayout,
+    remotes: Mapping[KeyT, CacheLayout],
+    *,
+    reader: int = 0,
+    skip_groups: frozenset[str] = frozenset(),
+) -> Plan[KeyT]:
+    """Pair a consumer's layout with its producers', and prove that it is covered.
+
+    Pure; costs milliseconds and is done once per pair of starts.
+
+    Args:
+        local: Where the bytes end up.
+        remotes: All ranks of the producer's instance.
+        reader: The consumer rank's number: readers of a replicated unit spread over
+            its holders by it.
+        skip_groups: Local groups that the caller has agreed not to transfer.
+
+    Raises:
+        ImpossiblePlan: The layouts cannot be paired, or one of them contradicts
+            itself; names the fact and both values.
+        FerryInternalError: The proof of coverage failed.
+    """
+    check_layout(local, side="consumer")
+    for key, remote in remotes.items():
+        check_layout(remote, side=f"producer {key}")
+    groups = {g.name: g for g in local.groups if g.name not in skip_groups}
+    pairing = _Pairing(remotes, reader)
+    contributions: dict[KeyT, list[Contribution]] = {key: [] for key in remotes}
+    for group in groups.values():
+        for key, contribution in pairing.of_group(group):
+            contributions[key].append(contribution)
+    edges = region_edges(local.regions)
+    peers = {
+        key: PeerPlan(
+            key,
+            build_sections(
+                contributions[key],
+                local_edges=edges,
+                remote_edges=region_edges(remote.regions),
+            ),
+        )
+        for key, remote in remotes.items()
+    }
+    _prove(local, remotes, groups, peers)
+    return Plan(peers, groups)
+
+
+class Holder(NamedTuple, Generic[KeyT]):
+    """One remote rank's share of one part."""
+
+    key: KeyT
+    group: GroupLayout
+    field: FieldLayout
+    part: PartLayout
+
+
+class _Pairing(Generic[KeyT]):
+    """Finds, for every local part, who provides which units of it.
+
+    Lives for one `prepare_plan`; remembers geometries, so that equal layers cost
+    one look-up.
+    """
+
+    def __init__(self, remotes: Mapping[KeyT, CacheLayout], reader: int) -> None:
+        self._reader = reader
+        self._holders: dict[tuple[str, ...], list[Holder[KeyT]]] = defaultdict(list)
+        self._pieces: dict[tuple[object, ...], Pieces] = {}
+        self._contexts: dict[str, dict[Context, set[KeyT]]] = defaultdict(dict)
+        for key, layout in remotes.items():
+            for group in layout.groups:
+                context = Side.of(group).context
+                self._contexts[group.name].setdefault(context, set()).add(key)
+                for field in group.fields:
+                    for part in field.parts:
+                        place = (group.name, field.layer, field.name, part.name)
+                        self._holders[place].append(Holder(key, group, field, part))
+
+    def of_group(self, group: GroupLayout) -> Iterator[tuple[KeyT, Contribution]]:
+        """What each remote rank contributes to a local group."""
+        _check_contexts(group.name, list(self._contexts[group.name]))
+        for field in group.fields:
+            for part in field.parts:
+                for holders in self._by_context(group, field, part):
+                    for holder, overlap in assign(part, holders, self._reader):
+                        yield (
+                            holder.key,
+                            self._contribution(group, field, part, holder, overlap),
+                        )
+
+    def _by_context(
+        self, group: GroupLayout, field: FieldLayout, part: PartLayout
+    ) -> Iterator[list[Holder[KeyT]]]:
+        """The holders of a part, one list for each class of tokens."""
+        place = (group.name, field.layer, field.name, part.name)
+        holders = self._holders.get(place, [])
+        if not holders:
+            raise ImpossiblePlan(
+                f"group {group.name!r}: no producer rank has layer {field.layer!r}"
+                f" field {field.name!r} part {part.name!r}"
+            )
+        for holder in holders:
+            check_pair(field, part, holder.field, holder.part)
+        for keys in self._contexts[group.name].values():
+            yield [holder for holder in holders if holder.key in keys]
+
+    def _contribution(
+        self,
+        group: GroupLayout,
+        field: FieldLayout,
+        part: PartLayout,
+        holder: Holder[KeyT],
+        overlap: Overlap,
+    ) -> Contribution:
+        key = StratumKey(
+            group.name,
+            Side.of(group, field),
+            Side.of(holder.group, holder.field),
+            _unit_tokens(group, field, holder),
+        )
+        geometry = (
+            part.axes,
+            part.shard,
+            holder.part.axes,
+            holder.part.shard,
+            overlap,
+            field.element_bytes,
+            key.unit_tokens,
+        )
+        if geometry not in self._pieces:
+            self._pieces[geometry] = pair_parts(
+                part,
+                holder.part,
+                overlap,
+                element_bytes=field.element_bytes,
+                unit_tokens=key.unit_tokens,
+            )
+        return Contribution(
+            key,
+            (field.memory, holder.field.memory),
+            self._pieces[geometry],
+            part.address,
+            holder.part.address,
+            field.device,
+            holder.field.device,
+            field.block_stride,
+            holder.field.block_stride,
+        )
+
+
+def _unit_tokens(group: GroupLayout, field: FieldLayout, holder: Holder[KeyT]) -> int:
+    """The grain of the pair: tokens that lie together on both sides, wherever."""
+    unit = math.gcd(field.block_tokens, holder.field.block_tokens)
+    if (field.block_tokens == 0) != (holder.field.block_tokens == 0):
+        raise ImpossiblePlan(
+            f"group {group.name!r}: blocks of {field.block_tokens} tokens on the"
+            f" consumer, of {holder.field.block_tokens} on the producer: one of them is"
+            " a state"
+        )
+    for side in (group, holder.group):
+        if side.context_size > 1:
+            unit = math.gcd(unit, side.context_interleave)
+    return unit
+
+
+def _check_contexts(group: str, contexts: Sequence[Context]) -> None:
+    """The producer's ranks share the tokens between them, none missing.
+
+    Raises:
+        ImpossiblePlan: They do not.
+    """
+    schemes = {(context.size, context.interleave) for context in contexts}
+    ranks = sorted(context.rank for context in contexts)
+    if contexts and (len(schemes) > 1 or ranks != list(range(contexts[0].size))):
+        raise ImpossiblePlan(
+            f"group {group!r}: the producer's context ranks do not share out all"
+            f" tokens: {sorted(contexts)}"
+        )
+
+
+def assign(
+    part: PartLayout, holders: Sequence[Holder[KeyT]], reader: int
+) -> list[tuple[Holder[KeyT], Overlap]]:
+    """Give every unit of a part to exactly one of its holders.
+
+    Readers of a replicated unit spread over its holders by their number.
+
+    Raises:
+        ImpossiblePlan: Nobody holds a unit.
+    """
+    wanted = part.shard
+    edges = {wanted.first, wanted.last}
+    for holder in holders:
+        shard = holder.part.shard
+        edges |= {
+            e for e in (shard.first, shard.last) if wanted.first < e < wanted.last
+        }
+    given: list[tuple[Holder[KeyT], Overlap]] = []
+    for first, last in pairwise(sorted(edges)):
+        having = [h for h in holders if _holds(h.part.shard, first, last)]
+        if not having:
+            raise ImpossiblePlan(
+                f"part {part.name!r}: nobody holds units [{first}, {last}) of"
+                f" {wanted.total}; the holders have"
+                f" {[(h.part.shard.first, h.part.shard.last) for h in holders]}"
+            )
+        holder = having[reader % len(having)]
+        if given and given[-1][0] is holder:
+            first = given.pop()[1].first  # noqa: PLW2901 - the range grows to the left
+        given.append((holder, Overlap(first, last)))
+    return given
+
+
+def _holds(shard: Shard, first: int, last: int) -> bool:
+    return shard.first <= first and last <= shard.last
+
+
+def _prove(
+    local: CacheLayout,
+    remotes: Mapping[KeyT, CacheLayout],
+    groups: Mapping[str, GroupLayout],
+    peers: Mapping[KeyT, PeerPlan[KeyT]],
+) -> None:
+    """Every row inside registered memory on its side, every wanted byte written once."""
+    rows: dict[
+        tuple[str, Context, str], list[np.ndarray[tuple[int, int], np.dtype[np.uint64]]]
+    ]
+    rows = defaultdict(list)
+    for key, peer in peers.items():
+        for section in peer.sections:
+            prove_inside(
+                section.local_rows,
+                local.regions,
+                memory=section.local_memory,
+                side="consumer",
+            )
+            prove_inside(
+                section.remote_rows,
+                remotes[key].regions,
+                memory=section.remote_memory,
+                side=f"producer {key}",
+            )
+            for stratum, its_rows in section.local_rows_by_stratum():
+                place = (
+                    stratum.key.group,
+                    stratum.key.remote.context,
+                    section.local_memory,
+                )
+                rows[place].append(its_rows)
+    for (name, _, memory), pieces in rows.items():
+        fields = [field for field in groups[name].fields if field.memory == memory]
+        prove_coverage(fields, np.concatenate(pieces), what=f"group {name!r}")

@@ -1,0 +1,152 @@
+"""The pump: the one place that polls completions and notices.
+
+It drives the transport's progress for the whole engine (NIXL's own progress
+thread burns a core, nixl-facts row 16): fast while bytes move, slower while
+blocks are on offer (over tcp the target of a read must progress too), slow when
+idle. Nothing else calls `Fabric.poll` or `Fabric.take_notices`.
+"""
+
+from __future__ import annotations
+
+import enum
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvferry.engine.fabric.base import Progress
+from kvferry.protocol.errors import FerryError, TransferFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from structlog.typing import FilteringBoundLogger
+
+    from kvferry.engine.config import EngineConfig
+    from kvferry.engine.fabric.base import Fabric, Notice, Transfer
+
+__all__ = ("Cadence", "Pump")
+
+
+class Cadence(enum.Enum):
+    """How often the pump looks while somebody claims it."""
+
+    BUSY = "busy"
+    OFFERED = "offered"
+
+
+class Pump:
+    """Polls a fabric for everybody.
+
+    Invariant: a tracked transfer is released exactly once, after it has settled,
+    and its callback hears of it once as LOST at most and once as settled.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        config: EngineConfig,
+        *,
+        on_notice: Callable[[Notice], None],
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._fabric = fabric
+        self._on_notice = on_notice
+        self._log = log
+        self._intervals_s = {
+            Cadence.BUSY: config.poll_s,
+            Cadence.OFFERED: config.offered_poll_s,
+        }
+        self._idle_s = config.idle_poll_s
+        self._claims = dict.fromkeys(Cadence, 0)
+        self._active: dict[Transfer, Callable[[Progress, FerryError | None], None]] = {}
+        self._lost: dict[Transfer, Callable[[Progress, FerryError | None], None]] = {}
+        self._wake = trio.Event()
+        self.rounds = 0
+        """How often it has looked."""
+
+    @property
+    def unsettled(self) -> int:
+        """Transfers that may still touch memory."""
+        return len(self._active) + len(self._lost)
+
+    def track(
+        self,
+        transfer: Transfer,
+        on_progress: Callable[[Progress, FerryError | None], None],
+    ) -> None:
+        """Poll the transfer until it has settled, and release it then.
+
+        Looks at it at once: a copy on one host is done when its post returns
+        (nixl-facts row 2). The callback must not raise or block.
+        """
+        self._active[transfer] = on_progress
+        self._look(transfer)
+        self._wake.set()
+
+    @contextmanager
+    def claim(self, cadence: Cadence) -> Iterator[None]:
+        """Look at least this often while inside."""
+        self._claims[cadence] += 1
+        self._wake.set()
+        try:
+            yield
+        finally:
+            self._claims[cadence] -= 1
+
+    async def run(
+        self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Poll for ever; the engine's last task to be cancelled."""
+        task_status.started()
+        while True:
+            self.round()
+            with trio.move_on_after(self._interval_s()):
+                await self._wake.wait()
+            # A claim or a post may have come while the last look was slow.
+            self._wake = trio.Event()
+
+    def round(self) -> None:
+        """Look at everything once."""
+        self.rounds += 1
+        for transfer in (*self._active, *self._lost):
+            self._look(transfer)
+        try:
+            notices = self._fabric.take_notices()
+        except FerryError as error:
+            self._log.warning("notices_failed", error=str(error))
+            return
+        for notice in notices:
+            self._on_notice(notice)
+
+    def _interval_s(self) -> float:
+        if self._active or self._claims[Cadence.BUSY]:
+            return self._intervals_s[Cadence.BUSY]
+        if self._claims[Cadence.OFFERED] or self._lost:
+            return self._intervals_s[Cadence.OFFERED]
+        return self._idle_s
+
+    def _look(self, transfer: Transfer) -> None:
+        try:
+            progress, cause = self._fabric.poll(transfer), transfer.cause
+        except FerryError as error:
+            progress, cause = Progress.LOST, error
+        if progress is Progress.ACTIVE:
+            return
+        if progress.is_settled:
+            self._settle(transfer, progress, cause)
+        elif transfer in self._active:
+            self._lost[transfer] = on_progress = self._active.pop(transfer)
+            on_progress(progress, cause or TransferFailed("the transport lost it"))
+
+    def _settle(
+        self, transfer: Transfer, progress: Progress, cause: FerryError | None
+    ) -> None:
+        on_progress = self._active.pop(transfer, None) or self._lost.pop(transfer)
+        try:
+            self._fabric.release(transfer)
+        except FerryError as error:
+            self._log.warning("release_failed", error=str(error))
+        if progress is Progress.FAILED:
+            cause = cause or TransferFailed("the transport failed it")
+        on_progress(progress, cause)

@@ -1,0 +1,75 @@
+"""`Quarantine`: memory that no one may reuse yet, and why.
+
+An entry is made when a pull ends while a transfer of it could still write to
+its blocks, and goes away by itself when the last of those transfers settles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from kvferry.protocol.errors import FerryError
+
+__all__ = ("Quarantine", "QuarantineEntry")
+
+
+@dataclass(frozen=True, eq=False)
+class QuarantineEntry:
+    """Blocks that a transfer may still touch.
+
+    Attributes:
+        request_id: The pull that left them.
+        peer: Whose transfers have not settled.
+        reason: Why the pull ended; None when it was cancelled.
+        since: When, in `trio.current_time`.
+        blocks: Per group the logical block ids (for a state group: slots).
+    """
+
+    request_id: str
+    peer: str
+    reason: FerryError | None
+    since: float
+    blocks: Mapping[str, tuple[int, ...]]
+
+
+class Quarantine:
+    """All entries of one engine."""
+
+    def __init__(self) -> None:
+        self._entries: dict[QuarantineEntry, None] = {}
+        self._changed = trio.Event()
+
+    def __len__(self) -> int:
+        """How many entries there are."""
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[QuarantineEntry]:
+        """The entries, oldest first."""
+        return iter(tuple(self._entries))
+
+    def blocks(self, group: str) -> frozenset[int]:
+        """The ids of one group that must not be reused now."""
+        return frozenset(
+            block for entry in self._entries for block in entry.blocks.get(group, ())
+        )
+
+    async def wait_empty(self) -> None:
+        """Wait until every block is safe again."""
+        while self._entries:
+            await self._changed.wait()
+
+    def hold(self, entry: QuarantineEntry) -> None:
+        """Add an entry. For the engine's own use."""
+        self._entries[entry] = None
+
+    def reclaim(self, entry: QuarantineEntry) -> None:
+        """Let an entry go: its last transfer has settled. For the engine's own use."""
+        del self._entries[entry]
+        self._changed.set()
+        self._changed = trio.Event()

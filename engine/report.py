@@ -1,0 +1,43 @@
+"""`TransferReport`: what a pull that is done says about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ("TransferReport",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferReport:
+    """A done pull: its coverage was proved, and its producers have confirmed.
+
+    Attributes:
+        request_id: The request.
+        peers: The producer ranks that were read from.
+        num_tokens: Tokens the destination now holds; a state group's slots hold
+            the state after exactly this many.
+        computed_tokens: Tokens the consumer had before.
+        bytes: Bytes that were read.
+        descriptors: Runs that they came in.
+        waves: Bounded posts that the runs were posted in.
+        zeroed_tokens: Token slots that the finish stage zeroed, summed over groups.
+        phases_s: Seconds spent in each state of the pull (``connecting``,
+            ``planned``, ``reading``, ``confirming``, ``finishing``), and of
+            ``connecting`` the part that planned, as ``plan``.
+        skipped_groups: Groups that the configuration left out.
+    """
+
+    request_id: str
+    peers: tuple[str, ...]
+    num_tokens: int
+    computed_tokens: int
+    bytes: int
+    descriptors: int
+    waves: int
+    zeroed_tokens: int
+    phases_s: Mapping[str, float]
+    skipped_groups: tuple[str, ...] = ()

@@ -1,0 +1,391 @@
+"""One request against a plan: spans to index arrays, numpy only, no loop over blocks.
+
+Pairs units by absolute token position. Owned here: which tokens of a group are
+wanted, which descriptors carry them, and what must be zeroed behind them. Not
+here: posting, waves in flight, or the zeroing itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from kvferry.engine.spans import (
+    ABSENT,
+    Placement,
+    Side,
+    Span,
+    check_distinct,
+    span_ids,
+)
+from kvferry.protocol.errors import FerryInternalError, ImpossiblePlan, UnknownBlock
+from kvferry.protocol.ranges import Ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from kvferry.engine.sections import PeerPlan, Section, Stratum, StratumKey
+    from kvferry.protocol.layout import GroupLayout
+
+    Ids = npt.NDArray[np.int64]
+
+__all__ = ("SectionSelection", "Selection", "Selector", "Tail")
+
+KeyT = TypeVar("KeyT", bound="Hashable")
+
+
+class Tail(NamedTuple):
+    """Token slots to zero once a transfer is confirmed.
+
+    Attributes:
+        group: An attention group.
+        block_ids: Logical ids of the local blocks, int64, in token order.
+        first_slot: First own token slot to zero in the first of them; the others are
+            zeroed whole.
+        slots: How many token slots that is.
+    """
+
+    group: str
+    block_ids: Ids
+    first_slot: int
+    slots: int
+
+
+@dataclass(frozen=True, eq=False)
+class SectionSelection:
+    """The descriptors of one section that a request needs, in the order to post them.
+
+    Attributes:
+        index: Which of the `PeerPlan.sections` it belongs to.
+        local_ids, remote_ids: int32 ``[D]``, C-contiguous, paired.
+        segment_runs: Bytes of each descriptor, one number per segment, int64 ``[S]``.
+        segment_sizes: Descriptors in each segment, int64 ``[S]``.
+    """
+
+    index: int
+    local_ids: npt.NDArray[np.int32]
+    remote_ids: npt.NDArray[np.int32]
+    segment_runs: npt.NDArray[np.int64]
+    segment_sizes: npt.NDArray[np.int64]
+
+    @property
+    def descriptors(self) -> int:
+        """How many descriptors."""
+        return self.local_ids.size
+
+    @cached_property
+    def bytes(self) -> int:
+        """How many bytes they move."""
+        return int(self.segment_runs @ self.segment_sizes)
+
+    @cached_property
+    def shortest_run(self) -> int:
+        """Bytes of the shortest descriptor."""
+        return int(self.segment_runs.min())
+
+    def run_bytes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each descriptor, ``[D]``; built anew at each call."""
+        return np.repeat(self.segment_runs, self.segment_sizes)
+
+    def mirrored(self) -> SectionSelection:
+        """Seen from the producer, which then is the local side: for a push."""
+        return replace(self, local_ids=self.remote_ids, remote_ids=self.local_ids)
+
+    def waves(self, max_bytes: int, max_descriptors: int = 2**31) -> Iterator[slice]:
+        """Cut into slices of the id arrays, each within both bounds.
+
+        A descriptor longer than ``max_bytes`` is a wave of its own. Costs a few
+        microseconds a wave, nothing per descriptor.
+        """
+        ends = np.cumsum(self.segment_sizes)
+        byte_ends = np.cumsum(self.segment_sizes * self.segment_runs)
+        first, total = 0, self.descriptors
+        while first < total:
+            last = _descriptor_at(
+                _bytes_before(first, ends, byte_ends, self.segment_runs) + max_bytes,
+                ends,
+                byte_ends,
+                self.segment_runs,
+            )
+            last = max(first + 1, min(last, first + max_descriptors))
+            yield slice(first, last)
+            first = last
+
+
+def _bytes_before(first: int, ends: Ids, byte_ends: Ids, runs: Ids) -> int:
+    at = int(np.searchsorted(ends, first, side="right"))
+    return int(byte_ends[at] - (ends[at] - first) * runs[at])
+
+
+def _descriptor_at(wanted: int, ends: Ids, byte_ends: Ids, runs: Ids) -> int:
+    """The last descriptor boundary that is at most so many bytes in."""
+    at = int(np.searchsorted(byte_ends, wanted, side="right"))
+    if at == ends.size:
+        return int(ends[-1])
+    return int(ends[at] + (wanted - byte_ends[at]) // runs[at])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection(Generic[KeyT]):
+    """Everything one request moves and zeroes.
+
+    Attributes:
+        peers: By remote rank; ranks that this request reads nothing from are left out.
+        untrusted: Per group the tokens (for a state: list positions) whose local
+            bytes change, until the request is confirmed. Groups that get nothing
+            are left out.
+        tails: What to zero after the confirmation; due even if nothing moves.
+    """
+
+    peers: Mapping[KeyT, tuple[SectionSelection, ...]]
+    untrusted: Mapping[str, Ranges]
+    tails: tuple[Tail, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes to move, of all peers."""
+        return sum(part.bytes for parts in self.peers.values() for part in parts)
+
+    @property
+    def descriptors(self) -> int:
+        """Descriptors of all peers."""
+        return sum(part.descriptors for parts in self.peers.values() for part in parts)
+
+    @property
+    def shortest_run(self) -> int:
+        """Bytes of the shortest descriptor; 0 if nothing moves."""
+        parts = (part for parts in self.peers.values() for part in parts)
+        return min((part.shortest_run for part in parts), default=0)
+
+    @property
+    def zeroed_slots(self) -> int:
+        """Token slots to zero, of all attention groups."""
+        return sum(tail.slots for tail in self.tails)
+
+
+class _Units(NamedTuple):
+    """The units of one stratum: ``place * kernel blocks + kernel block`` on each side."""
+
+    local: Ids
+    remote: Ids
+    tokens: tuple[int, int]
+    """Absolute tokens ``[first, last)``, rounded to units; list positions of a state."""
+
+
+class Selector:
+    """One request's numbers, computed once and shared by all peers and sections.
+
+    Single use: make one per request.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, GroupLayout],
+        *,
+        num_tokens: int,
+        computed_tokens: int,
+        local: Mapping[str, Span],
+        remote: Mapping[str, Span],
+    ) -> None:
+        if num_tokens < 0 or computed_tokens < 0:
+            raise ImpossiblePlan(
+                f"num_tokens {num_tokens} and computed_tokens {computed_tokens} must"
+                " not be negative"
+            )
+        self._groups = groups
+        self._num_tokens = num_tokens
+        self._computed_tokens = computed_tokens
+        self._spans = {
+            "consumer": _spans_of(local, groups, "consumer"),
+            "producer": _spans_of(remote, groups, "producer")
+            if computed_tokens < num_tokens
+            else {},
+        }
+        self._placements: dict[tuple[str, str, Side], Placement] = {}
+        self._units: dict[StratumKey, _Units | None] = {}
+
+    def select(self, peers: Mapping[KeyT, PeerPlan[KeyT]]) -> Selection[KeyT]:
+        """The descriptors of all peers, the untrusted ranges and the tails.
+
+        Raises:
+            UnknownBlock: A block is not in its pool, listed twice, or missing.
+            ImpossiblePlan: Spans or token counts that do not fit the units.
+        """
+        for name, (_, ids) in self._spans["consumer"].items():
+            check_distinct(ids, group=name, side="consumer")
+        tails = tuple(self._tails())
+        found: dict[KeyT, tuple[SectionSelection, ...]] = {}
+        if self._computed_tokens < self._num_tokens:
+            for key, peer in peers.items():
+                parts = tuple(self._sections(peer.sections))
+                if parts:
+                    found[key] = parts
+            self._check_partition()
+        return Selection(found, self._untrusted(), tails)
+
+    def _sections(self, sections: Sequence[Section]) -> Iterator[SectionSelection]:
+        for index, section in enumerate(sections):
+            chosen = [(s, self._stratum_units(s.key)) for s in section.strata]
+            present = [(s, units) for s, units in chosen if units is not None]
+            if present:
+                yield _section_selection(index, present)
+
+    def _stratum_units(self, key: StratumKey) -> _Units | None:
+        if key not in self._units:
+            make = self._token_units if key.unit_tokens else self._slot_units
+            self._units[key] = make(key)
+        return self._units[key]
+
+    def _token_units(self, key: StratumKey) -> _Units | None:
+        first, last = self._wanted(key)
+        if first >= last:
+            return None
+        unit = key.unit_tokens
+        tokens = np.arange(first, last, unit, dtype=np.int64)
+        for side in (key.local, key.remote):
+            if side.context.size > 1:
+                tokens = tokens[side.context.holds(tokens)]
+        if not tokens.size:
+            return None
+        return _Units(
+            self._placement("consumer", key.group, key.local).units(tokens, unit),
+            self._placement("producer", key.group, key.remote).units(tokens, unit),
+            (first, last),
+        )
+
+    def _slot_units(self, key: StratumKey) -> _Units | None:
+        local = self._placement("consumer", key.group, key.local).ids
+        remote = self._placement("producer", key.group, key.remote).ids
+        if local.size != remote.size:
+            raise ImpossiblePlan(
+                f"group {key.group!r}: {local.size} consumer slots against"
+                f" {remote.size} producer slots"
+            )
+        for side, ids in (("consumer", local), ("producer", remote)):
+            if (ids == ABSENT).any():
+                raise UnknownBlock(f"group {key.group!r}: a {side} slot is None")
+        return _Units(local, remote, (0, local.size)) if local.size else None
+
+    def _wanted(self, key: StratumKey) -> tuple[int, int]:
+        """Tokens to move, rounded to units.
+
+        The end is rounded up: the last unit brings stale bytes of the producer,
+        which the tail zeroes. The beginning is rounded down, but never into what
+        the consumer has computed itself.
+        """
+        unit, last = key.unit_tokens, self._num_tokens
+        first = self._computed_tokens
+        window = self._groups[key.group].window
+        if window is not None:
+            reach = last - window + 1
+            if reach >= last:
+                return (last, last)
+            first = max(first, reach // unit * unit)
+        if first % unit:
+            raise ImpossiblePlan(
+                f"group {key.group!r}: computed_tokens {first} is not a multiple of"
+                f" {unit}, the tokens that both sides' blocks have in common"
+            )
+        return first, -(-last // unit) * unit
+
+    def _placement(self, name: str, group: str, side: Side) -> Placement:
+        key = (name, group, side)
+        if key not in self._placements:
+            span, ids = self._spans[name][group]
+            self._placements[key] = Placement.of(
+                side, span, ids, group=group, name=name
+            )
+        return self._placements[key]
+
+    def _tails(self) -> Iterator[Tail]:
+        # Beyond what the consumer computed itself, should that be more than asked.
+        token = max(self._num_tokens, self._computed_tokens)
+        for name, group in self._groups.items():
+            placement = self._placement("consumer", name, Side.of(group))
+            if group.block_size:
+                ids, slot = placement.tail(token)
+                if ids.size:
+                    slots = ids.size * group.block_size - slot
+                    yield Tail(name, ids, slot, slots)
+
+    def _check_partition(self) -> None:
+        """Every wanted token that the consumer holds comes from exactly one rank.
+
+        Raises:
+            FerryInternalError: The sources' tokens are not the wanted ones.
+        """
+        shares: dict[tuple[object, ...], dict[int, int]] = {}
+        for key, units in self._units.items():
+            if key.unit_tokens:
+                size, rank, interleave = key.remote.context
+                same = (key.group, key.local, key.unit_tokens, size, interleave)
+                tokens = units.local.size * key.unit_tokens if units else 0
+                shares.setdefault(same, {})[rank] = tokens
+        for key in self._units:
+            size, _, interleave = key.remote.context
+            same = (key.group, key.local, key.unit_tokens, size, interleave)
+            # Ranks with other units than these have rounded elsewhere.
+            if len(shares.get(same, ())) == size:
+                context = key.local.context
+                first, last = self._wanted(key)
+                wanted = context.own_before(last) - context.own_before(first)
+                given = sum(shares.pop(same).values())
+                if given != max(wanted, 0):
+                    raise FerryInternalError(
+                        f"group {key.group!r}: {given} tokens planned, {wanted} wanted"
+                    )
+
+    def _untrusted(self) -> dict[str, Ranges]:
+        found: dict[str, list[tuple[int, int]]] = {}
+        for key, units in self._units.items():
+            if units is not None:
+                found.setdefault(key.group, []).append(units.tokens)
+        return {group: Ranges.of(pairs) for group, pairs in found.items()}
+
+
+def _spans_of(
+    spans: Mapping[str, Span], groups: Mapping[str, GroupLayout], side: str
+) -> dict[str, tuple[Span, Ids]]:
+    missing = [name for name in groups if name not in spans]
+    if missing:
+        raise UnknownBlock(f"group {missing[0]!r}: no {side} blocks were given")
+    return {
+        name: (spans[name], span_ids(spans[name], group=name, side=side))
+        for name in groups
+    }
+
+
+def _section_selection(
+    index: int, chosen: Sequence[tuple[Stratum, _Units]]
+) -> SectionSelection:
+    sizes = [s.run_bytes.size * units.local.size for s, units in chosen]
+    local_ids = np.empty(sum(sizes), dtype=np.int32)
+    remote_ids = np.empty(sum(sizes), dtype=np.int32)
+    first = 0
+    for (stratum, units), size in zip(chosen, sizes, strict=True):
+        here = slice(first, first + size)
+        shape = (stratum.run_bytes.size, units.local.size)
+        _outer_sum(stratum.local_base, units.local, local_ids[here].reshape(shape))
+        _outer_sum(stratum.remote_base, units.remote, remote_ids[here].reshape(shape))
+        first += size
+    return SectionSelection(
+        index,
+        local_ids,
+        remote_ids,
+        np.concatenate([stratum.run_bytes for stratum, _ in chosen]),
+        np.repeat(
+            [units.local.size for _, units in chosen],
+            [stratum.run_bytes.size for stratum, _ in chosen],
+        ),
+    )
+
+
+def _outer_sum(
+    base: npt.NDArray[np.int32], units: Ids, out: npt.NDArray[np.int32]
+) -> None:
+    np.add(base[:, None], units.astype(np.int32)[None, :], out=out)

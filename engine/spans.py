@@ -1,0 +1,272 @@
+"""Block ids and token positions: where a group's tokens lie in one side's blocks.
+
+Positions rule, never counts: a `Span` says at which absolute token its list of
+block ids begins, and everything here is arithmetic on absolute tokens. Owned
+here: what a valid list of ids is, and how a logical id becomes kernel blocks.
+Not here: what the bytes of a block look like (`kvferry.engine.runs`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvferry.protocol.errors import ImpossiblePlan, UnknownBlock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from kvferry.protocol.layout import FieldLayout, GroupLayout
+
+    Ids = npt.NDArray[np.int64]
+
+__all__ = ("ABSENT", "Context", "Placement", "Side", "Span", "kernel_ids", "span_ids")
+
+ABSENT = -(2**62)
+"""Stands for ``None`` in an array of block ids; no real id comes near it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The logical block ids of one group, and the token where the list begins.
+
+    Attributes:
+        block_ids: Logical ids in token order; ``None`` where a window dropped the
+            block. Slots for a state group. Read at each use, never copied: do not
+            change it while a request is at work with it.
+        first_token: Absolute position of the first token of the first block; a
+            multiple of the logical block size (times the context size).
+    """
+
+    block_ids: Sequence[int | None] | npt.NDArray[np.integer]
+    first_token: int = 0
+
+
+def span_ids(span: Span, *, group: str, side: str) -> Ids:
+    """The ids of a span as an array, `ABSENT` for ``None``.
+
+    Raises:
+        UnknownBlock: An id is not an integer, or is beyond 64 bits.
+    """
+    try:
+        ids = np.asarray(span.block_ids)
+        if ids.dtype.kind == "O":
+            ids = np.asarray([ABSENT if i is None else i for i in span.block_ids])
+        if ids.size == 0:
+            return np.empty(0, dtype=np.int64)
+        if ids.dtype.kind not in "iu" or ids.ndim != 1:
+            raise TypeError(f"{ids.dtype} of {ids.ndim} axes")
+        return ids.astype(np.int64, copy=False, casting="same_kind")
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise UnknownBlock(
+            f"group {group!r}: the {side} block ids are not a list of integers: {exc}"
+        ) from exc
+
+
+def check_ids(ids: Ids, *, blocks: int, group: str, side: str) -> None:
+    """Every id is inside its pool, or absent.
+
+    Raises:
+        UnknownBlock: With the first id that is not, its index and the pool's size.
+    """
+    if not ids.size or (ids.min() >= 0 and ids.max() < blocks):
+        return
+    wrong = np.flatnonzero((ids != ABSENT) & ((ids < 0) | (ids >= blocks)))
+    if wrong.size:
+        index = int(wrong[0])
+        raise UnknownBlock(
+            f"group {group!r}: {side} block id {int(ids[index])} at index {index} is"
+            f" outside the pool of {blocks} blocks"
+        )
+
+
+def check_distinct(ids: Ids, *, group: str, side: str) -> None:
+    """No block is listed twice: its bytes would be written twice.
+
+    Raises:
+        UnknownBlock: With the first id that is.
+    """
+    if ids.size < 2:
+        return
+    ordered = np.sort(ids)
+    repeated = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != ABSENT)]
+    if repeated.size:
+        raise UnknownBlock(
+            f"group {group!r}: {side} block id {int(repeated[0])} is listed twice"
+        )
+
+
+def kernel_ids(block_ids: Ids, *, ratio: int) -> Ids:
+    """Each logical block as the kernel blocks it consists of, in token order.
+
+    ``[5, 9]`` with two kernel blocks each is ``[10, 11, 18, 19]`` (case g7).
+    """
+    return (block_ids[:, None] * ratio + np.arange(ratio)).ravel()
+
+
+class Context(NamedTuple):
+    """Context parallelism: token ``t`` is here if ``t // interleave % size == rank``.
+
+    Only tokens that are here take up places; a token's *own* position is its
+    number among them.
+    """
+
+    size: int = 1
+    rank: int = 0
+    interleave: int = 1
+
+    def holds(self, tokens: Ids) -> npt.NDArray[np.bool_]:
+        """Which of the tokens are here."""
+        held: npt.NDArray[np.bool_] = tokens // self.interleave % self.size == self.rank
+        return held
+
+    def own(self, tokens: Ids) -> Ids:
+        """Own positions of tokens that are here."""
+        if self.size == 1:
+            return tokens
+        turn = self.interleave * self.size
+        return tokens // turn * self.interleave + tokens % self.interleave
+
+    def own_before(self, token: int) -> int:
+        """How many tokens before this one are here."""
+        turns, rest = divmod(token, self.interleave * self.size)
+        mine = min(max(rest - self.rank * self.interleave, 0), self.interleave)
+        return turns * self.interleave + mine
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side's numbers for fields whose blocks are divided alike.
+
+    Attributes:
+        block_size: Own tokens in a logical block; 0 for a state.
+        blocks: Logical blocks in the pool.
+        kernel_tokens: Own tokens in a kernel block; 0 for a state.
+        kernel_blocks: Kernel blocks in the pool.
+        context: Which tokens are here.
+    """
+
+    block_size: int
+    blocks: int
+    kernel_tokens: int
+    kernel_blocks: int
+    context: Context = Context()  # noqa: RUF009 - immutable
+
+    @classmethod
+    def of(cls, group: GroupLayout, field: FieldLayout | None = None) -> Side:
+        """The numbers of a field; without one, kernel blocks are logical blocks."""
+        return cls(
+            group.block_size,
+            group.blocks,
+            field.block_tokens if field else group.block_size,
+            field.blocks if field else group.blocks,
+            Context(group.context_size, group.context_rank, group.context_interleave),
+        )
+
+    @property
+    def span_grain(self) -> int:
+        """A span's first token is a multiple of this many tokens."""
+        return self.block_size * self.context.size
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One span, checked, against one side's numbers.
+
+    Attributes:
+        ids: Logical ids, `ABSENT` for none; inside the pool.
+        first_token: Absolute.
+        group, name: The group and ``local`` or ``remote``, for messages.
+    """
+
+    side: Side
+    ids: Ids
+    first_token: int
+    group: str
+    name: str
+
+    @classmethod
+    def of(
+        cls, side: Side, span: Span, ids: Ids, *, group: str, name: str
+    ) -> Placement:
+        """Check a span's ids and its beginning.
+
+        Raises:
+            UnknownBlock: An id outside the pool.
+            ImpossiblePlan: The span does not begin at a block boundary.
+        """
+        check_ids(ids, blocks=side.blocks, group=group, side=name)
+        first, grain = span.first_token, side.span_grain
+        if first < 0 or (first % grain if grain else first):
+            rule = f"a multiple of the block size {grain}" if grain else "0: a state"
+            raise ImpossiblePlan(
+                f"group {group!r}: the {name} span begins at token {first}, not at"
+                f" {rule}"
+            )
+        return cls(side, ids, first, group, name)
+
+    def units(self, tokens: Ids, unit_tokens: int) -> Ids:
+        """Row place and kernel block of the units that begin at ``tokens``.
+
+        Args:
+            tokens: Absolute, ascending, multiples of the unit, all of them here.
+            unit_tokens: Divides the kernel block.
+
+        Returns:
+            ``place * kernel_blocks + kernel block`` for each unit.
+
+        Raises:
+            UnknownBlock: A token is outside the span, or its block is absent.
+        """
+        side = self.side
+        own = side.context.own(tokens)
+        index = own // side.block_size - self.first_token // side.span_grain
+        if index[0] < 0 or index[-1] >= self.ids.size:
+            self._refuse_outside(tokens, index)
+        ids = self.ids[index]
+        if ids.min() < 0:
+            self._refuse_absent(tokens, index, ids)
+        if side.block_size != side.kernel_tokens:
+            ratio = side.block_size // side.kernel_tokens
+            ids = ids * ratio + own % side.block_size // side.kernel_tokens
+        if unit_tokens != side.kernel_tokens:
+            place = own % side.kernel_tokens // unit_tokens
+            ids = ids + place * side.kernel_blocks
+        return ids
+
+    def tail(self, token: int) -> tuple[Ids, int]:
+        """The present blocks from an absolute token to the end of the span.
+
+        Returns:
+            Logical ids, and the first slot in the first of them.
+        """
+        own = self.side.context.own_before(max(token, self.first_token))
+        index, slot = divmod(own, self.side.block_size)
+        ids = self.ids[index - self.first_token // self.side.span_grain :]
+        if ids.size and ids[0] == ABSENT:
+            slot = 0
+        ids = ids[ids != ABSENT]
+        return ids, slot if ids.size else 0
+
+    def _refuse_outside(self, tokens: Ids, index: Ids) -> None:
+        first = self.first_token
+        last = first + self.ids.size * self.side.span_grain
+        inside = (index >= 0) & (index < self.ids.size)
+        missing = tokens[~inside]
+        raise UnknownBlock(
+            f"group {self.group!r}: tokens [{int(tokens[0])}, {int(tokens[-1]) + 1}) and"
+            f" what shares their units are needed, but the {self.name} span of"
+            f" {self.ids.size} blocks holds [{first}, {last}); token"
+            f" {int(missing[0])} is not in it"
+        )
+
+    def _refuse_absent(self, tokens: Ids, index: Ids, ids: Ids) -> None:
+        wrong = int(np.flatnonzero(ids < 0)[0])
+        raise UnknownBlock(
+            f"group {self.group!r}: token {int(tokens[wrong])} is needed, but the"
+            f" {self.name} block at index {int(index[wrong])} is None"
+        )

@@ -1,0 +1,72 @@
+"""`Streams`: where links come from. TCP here; tests bring one on virtual time."""
+
+from __future__ import annotations
+
+import abc
+
+import trio
+
+__all__ = ("BoundListener", "Streams", "TcpStreams")
+
+
+class BoundListener(trio.abc.Listener[trio.abc.Stream]):
+    """A listener that knows where it can be reached.
+
+    Attributes:
+        host: The host it is bound to.
+        port: The port it is bound to.
+    """
+
+    host: str
+    port: int
+
+
+class Streams(abc.ABC):
+    """A way to dial and to listen."""
+
+    @abc.abstractmethod
+    async def dial(self, host: str, port: int) -> trio.abc.Stream:
+        """Connect.
+
+        Raises:
+            OSError: Nobody answers there.
+        """
+
+    @abc.abstractmethod
+    async def listen(self, host: str, port: int) -> BoundListener:
+        """Bind; port 0 picks a free one.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+
+
+class TcpListener(BoundListener):
+    """A bound TCP listener."""
+
+    def __init__(self, listener: trio.SocketListener) -> None:
+        self._listener = listener
+        self.host, self.port = listener.socket.getsockname()[:2]
+
+    async def accept(self) -> trio.SocketStream:
+        """Wait for the next connection."""
+        return await self._listener.accept()
+
+    async def aclose(self) -> None:
+        """Stop listening."""
+        await self._listener.aclose()
+
+
+class TcpStreams(Streams):
+    """Plain TCP."""
+
+    async def dial(self, host: str, port: int) -> trio.SocketStream:
+        """Connect, to whichever of the host's addresses answers first."""
+        return await trio.open_tcp_stream(host, port)
+
+    async def listen(self, host: str, port: int) -> TcpListener:
+        """Bind to the first address that the host resolves to."""
+        first, *others = await trio.open_tcp_listeners(port, host=host)
+        for other in others:
+            await other.aclose()
+        return TcpListener(first)

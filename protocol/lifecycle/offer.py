@@ -1,0 +1,252 @@
+"""The lifecycle of an offer, on the producer.
+
+::
+
+    open -> released | expired | withdrawn
+
+Owned here: a lease that has run out, even for an instant, ends the offer for
+good, so that an offer still open when its reader asks has been held all along
+(invariant 4). Every event lets the lease run out first: a producer that was
+stopped past its lease refuses whatever had queued up meanwhile.
+
+Not here: blocks, links, the clock.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from kvferry.protocol.identity import EngineKey, Rank
+from kvferry.protocol.lifecycle.machine import (
+    Effect,
+    Event,
+    Machine,
+    Row,
+    total_table,
+)
+from kvferry.protocol.link import RefusedReason
+
+__all__ = (
+    "EVENTS",
+    "ConfirmRead",
+    "EndOffer",
+    "OfferDeclined",
+    "OfferMachine",
+    "OfferState",
+    "OfferTicked",
+    "ReadEnded",
+    "RefuseReader",
+    "RenewArrived",
+    "ReportRenewed",
+    "WithdrawRequested",
+)
+
+
+class OfferState(enum.Enum):
+    """Where an offer is; all but OPEN are final."""
+
+    OPEN = "open"
+    RELEASED = "released"
+    """Every reader is done with it."""
+    EXPIRED = "expired"
+    """Nobody renewed its lease."""
+    WITHDRAWN = "withdrawn"
+    """The producer took it back."""
+
+
+class RenewArrived(Event, frozen=True):
+    """A reader asks to hold on.
+
+    Attributes:
+        reader: Who asks.
+        readers: The ranks of the reader's instance that read from here.
+    """
+
+    reader: EngineKey
+    readers: tuple[Rank, ...]
+
+
+class ReadEnded(Event, frozen=True):
+    """A reader has its last byte and asks for the confirmation."""
+
+    reader: EngineKey
+
+
+class OfferDeclined(Event, frozen=True):
+    """A reader does not read, or does not go on."""
+
+    reader: EngineKey
+
+
+class WithdrawRequested(Event, frozen=True):
+    """The producer wants its blocks back."""
+
+
+class OfferTicked(Event, frozen=True):
+    """The machine's deadline has come."""
+
+
+EVENTS: tuple[type[Event], ...] = (
+    RenewArrived,
+    ReadEnded,
+    OfferDeclined,
+    WithdrawRequested,
+    OfferTicked,
+)
+
+
+class ReportRenewed(Effect, frozen=True):
+    """Tell the reader that the lease runs anew."""
+
+    reader: EngineKey
+
+
+class ConfirmRead(Effect, frozen=True):
+    """Tell the reader that the blocks were held."""
+
+    reader: EngineKey
+    epoch: int
+
+
+class RefuseReader(Effect, frozen=True):
+    """Tell the reader that the offer is not held for it."""
+
+    reader: EngineKey
+    reason: RefusedReason
+
+
+class EndOffer(Effect, frozen=True):
+    """Give the blocks back to the producer; its state says why."""
+
+
+_Decision = tuple[enum.Enum, list[Effect]]
+
+
+class OfferMachine(Machine[OfferState]):
+    """One offer.
+
+    Args:
+        now: When it was made.
+        lease_s: How long the blocks are held from now, and from each renewal.
+    """
+
+    def __init__(self, *, now: float, lease_s: float) -> None:
+        super().__init__(OfferState.OPEN)
+        self.epoch = 0
+        """How often it has been renewed."""
+        self._lease_s = lease_s
+        self._lease_at = now + lease_s
+        self._instance: tuple[str, str] | None = None  # engine id, generation
+        self._expected: frozenset[Rank] | None = None
+        self._done: set[Rank] = set()
+
+    @property
+    def deadline(self) -> float | None:
+        """When the lease runs out; None once it is over."""
+        return self._lease_at if self.state is OfferState.OPEN else None
+
+    @property
+    def has_reader(self) -> bool:
+        """Whether somebody has accepted the ticket."""
+        return self._expected is not None
+
+    @property
+    def done(self) -> frozenset[Rank]:
+        """The readers that are done."""
+        return frozenset(self._done)
+
+    # Decisions: each is one row's `decide` and runs inside `step` alone.
+
+    def _renew(self, event: RenewArrived, now: float) -> _Decision:
+        if self._has_run_out(now):
+            return self._expire(event.reader)
+        if self._is_strange(event.reader) or event.reader.rank in self._done:
+            return OfferState.OPEN, [RefuseReader(event.reader, RefusedReason.SPENT)]
+        self._claim(event.reader)
+        if self._expected is None:
+            self._expected = frozenset(event.readers) | {event.reader.rank}
+        self.epoch += 1
+        self._lease_at = now + self._lease_s
+        return OfferState.OPEN, [ReportRenewed(event.reader)]
+
+    def _confirm(self, event: ReadEnded, now: float) -> _Decision:
+        if self._has_run_out(now):
+            return self._expire(event.reader)
+        if self._is_strange(event.reader) or event.reader.rank in self._done:
+            return OfferState.OPEN, [RefuseReader(event.reader, RefusedReason.SPENT)]
+        self._claim(event.reader)
+        return self._count(event.reader.rank, [ConfirmRead(event.reader, self.epoch)])
+
+    def _decline(self, event: OfferDeclined, now: float) -> _Decision:
+        if self._has_run_out(now):
+            return OfferState.EXPIRED, [EndOffer()]
+        if self._is_strange(event.reader) or event.reader.rank in self._done:
+            self.ignored += 1
+            return OfferState.OPEN, []
+        self._claim(event.reader)
+        return self._count(event.reader.rank, [])
+
+    def _withdraw(self, _event: WithdrawRequested, now: float) -> _Decision:
+        over = OfferState.EXPIRED if self._has_run_out(now) else OfferState.WITHDRAWN
+        return over, [EndOffer()]
+
+    def _tick(self, _event: OfferTicked, now: float) -> _Decision:
+        if self._has_run_out(now):
+            return OfferState.EXPIRED, [EndOffer()]
+        return OfferState.OPEN, []
+
+    def _refuse(self, event: RenewArrived | ReadEnded, _now: float) -> _Decision:
+        return self.state, [RefuseReader(event.reader, _REASONS[self.state])]
+
+    def _has_run_out(self, now: float) -> bool:
+        return now >= self._lease_at
+
+    def _expire(self, reader: EngineKey) -> _Decision:
+        refusal = RefuseReader(reader, RefusedReason.EXPIRED)
+        return OfferState.EXPIRED, [refusal, EndOffer()]
+
+    def _is_strange(self, reader: EngineKey) -> bool:
+        """Whether another instance has accepted the ticket before."""
+        instance = (reader.engine_id, reader.generation)
+        return self._instance is not None and self._instance != instance
+
+    def _claim(self, reader: EngineKey) -> None:
+        self._instance = (reader.engine_id, reader.generation)
+
+    def _count(self, reader: Rank, effects: list[Effect]) -> _Decision:
+        self._done.add(reader)
+        expected = self._expected or frozenset({reader})
+        if expected <= self._done:
+            return OfferState.RELEASED, [*effects, EndOffer()]
+        return OfferState.OPEN, effects
+
+
+_REASONS = {
+    OfferState.RELEASED: RefusedReason.SPENT,
+    OfferState.EXPIRED: RefusedReason.EXPIRED,
+    OfferState.WITHDRAWN: RefusedReason.WITHDRAWN,
+}
+_S = OfferState
+_M = OfferMachine
+
+OfferMachine.table = total_table(
+    OfferState,
+    EVENTS,
+    moves={
+        _S.OPEN: {
+            RenewArrived: Row(_M._renew, (_S.OPEN, _S.EXPIRED)),
+            ReadEnded: Row(_M._confirm, (_S.OPEN, _S.RELEASED, _S.EXPIRED)),
+            OfferDeclined: Row(_M._decline, (_S.OPEN, _S.RELEASED, _S.EXPIRED)),
+            WithdrawRequested: Row(_M._withdraw, (_S.WITHDRAWN, _S.EXPIRED)),
+            OfferTicked: Row(_M._tick, (_S.OPEN, _S.EXPIRED)),
+        },
+        **{
+            over: {
+                RenewArrived: Row(_M._refuse, (over,)),
+                ReadEnded: Row(_M._refuse, (over,)),
+            }
+            for over in _REASONS
+        },
+    },
+    ignored=dict.fromkeys(_REASONS, (OfferDeclined, WithdrawRequested, OfferTicked)),
+)

@@ -1,0 +1,524 @@
+"""The lifecycle of a pull, on the consumer.
+
+::
+
+    new -> connecting -> planned -> reading -> confirming -> finishing -> done
+
+    connecting, planned, reading, confirming -> draining
+    draining -> failed | cancelled | quarantined -> reclaimed
+
+Owned here: "done" is reached only when every wave has settled and every source
+has confirmed *after* its read was finished (invariants 1 and 4); a pull is over
+with its blocks in hand only when no wave is unsettled (invariant 3).
+
+Not here: which bytes a wave has, who a source is, what time it is.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from kvferry.protocol.errors import (
+    DeadlineExceeded,
+    FerryError,
+    FerryInternalError,
+)
+from kvferry.protocol.lifecycle.machine import (
+    Effect,
+    Event,
+    Machine,
+    Row,
+    total_table,
+)
+
+__all__ = (
+    "EVENTS",
+    "OVER",
+    "AwaitBlocks",
+    "BlocksReady",
+    "CancelRequested",
+    "ConfirmArrived",
+    "Connect",
+    "DeclineOffer",
+    "FinishEnded",
+    "FinishFailed",
+    "Planned",
+    "PostWave",
+    "PullFailed",
+    "PullMachine",
+    "PullStarted",
+    "PullState",
+    "PullTicked",
+    "QuarantineBlocks",
+    "ReclaimBlocks",
+    "RenewLease",
+    "RunFinish",
+    "SendReadFinished",
+    "WaveLost",
+    "WaveSettled",
+)
+
+
+class PullState(enum.Enum):
+    """Where a pull is."""
+
+    NEW = "new"
+    CONNECTING = "connecting"
+    PLANNED = "planned"
+    """Sources and waves are known; the caller's event has not come yet."""
+    READING = "reading"
+    CONFIRMING = "confirming"
+    """Every wave has settled; some source has not confirmed."""
+    FINISHING = "finishing"
+    DRAINING = "draining"
+    """It will fail or be cancelled, once no wave is unsettled."""
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    QUARANTINED = "quarantined"
+    """It failed or was cancelled, and some wave may still touch its blocks."""
+    RECLAIMED = "reclaimed"
+    """The last of those waves has settled: the blocks are safe again."""
+
+
+OVER = frozenset(
+    {
+        PullState.DONE,
+        PullState.FAILED,
+        PullState.CANCELLED,
+        PullState.QUARANTINED,
+        PullState.RECLAIMED,
+    }
+)
+"""The states in which the request has its outcome."""
+
+
+class PullStarted(Event, frozen=True):
+    """The caller asked for the pull.
+
+    Attributes:
+        has_work: Whether any byte is wanted; after a full prefix hit none is.
+    """
+
+    has_work: bool = True
+
+
+class Planned(Event, frozen=True):
+    """The sources are connected, and the plan is made and proved.
+
+    Attributes:
+        wave_sources: For each wave, in posting order, the index of its source.
+        sources: How many sources there are; one without waves still has to
+            confirm, so that it can release.
+    """
+
+    wave_sources: tuple[int, ...]
+    sources: int
+
+
+class BlocksReady(Event, frozen=True):
+    """The caller's event has come: the destination may be written."""
+
+
+class WaveSettled(Event, frozen=True):
+    """Nothing of the wave touches memory any more.
+
+    Attributes:
+        cause: Why not all of its bytes arrived; None if they did.
+    """
+
+    wave: int
+    cause: FerryError | None = None
+
+
+class WaveLost(Event, frozen=True):
+    """The transport no longer knows the wave; its bytes may still land."""
+
+    wave: int
+    cause: FerryError
+
+
+class ConfirmArrived(Event, frozen=True):
+    """A source held its blocks up to the last byte."""
+
+    source: int
+
+
+class FinishEnded(Event, frozen=True):
+    """The finish stage has zeroed what it should."""
+
+
+class FinishFailed(Event, frozen=True):
+    """The finish stage could not."""
+
+    cause: FerryError
+
+
+class PullFailed(Event, frozen=True):
+    """Something outside the waves went wrong: a peer, a refusal, the plan, the engine."""
+
+    cause: FerryError
+
+
+class CancelRequested(Event, frozen=True):
+    """The caller does not want it any more."""
+
+
+class PullTicked(Event, frozen=True):
+    """The machine's deadline has come."""
+
+
+EVENTS: tuple[type[Event], ...] = (
+    PullStarted,
+    Planned,
+    BlocksReady,
+    WaveSettled,
+    WaveLost,
+    ConfirmArrived,
+    FinishEnded,
+    FinishFailed,
+    PullFailed,
+    CancelRequested,
+    PullTicked,
+)
+
+
+class Connect(Effect, frozen=True):
+    """Connect the sources and make the plan; answer `Planned` or `PullFailed`."""
+
+
+class RenewLease(Effect, frozen=True):
+    """Ask these sources to hold their blocks on; the first time accepts the ticket.
+
+    A source that has been told of its finished read is not among them: it is done
+    with us, and would refuse.
+    """
+
+    sources: tuple[int, ...]
+
+
+class AwaitBlocks(Effect, frozen=True):
+    """Wait for the caller's event; answer `BlocksReady` or `PullFailed`."""
+
+
+class PostWave(Effect, frozen=True):
+    """Post the wave; answer `WaveSettled` or `WaveLost` once, now or later."""
+
+    wave: int
+
+
+class SendReadFinished(Effect, frozen=True):
+    """Tell the source that nothing more will be read, and ask whether it held on."""
+
+    source: int
+
+
+class RunFinish(Effect, frozen=True):
+    """Run the finish stage; answer `FinishEnded` or `FinishFailed`."""
+
+
+class DeclineOffer(Effect, frozen=True):
+    """Tell every source that we are not going to read on."""
+
+
+class QuarantineBlocks(Effect, frozen=True):
+    """Keep the destination blocks back: these waves may still touch them."""
+
+    waves: tuple[int, ...]
+
+
+class ReclaimBlocks(Effect, frozen=True):
+    """Let the quarantined blocks go."""
+
+
+_Decision = tuple[enum.Enum, list[Effect]]
+
+
+class PullMachine(Machine[PullState]):
+    """One pull.
+
+    Args:
+        window: Waves in flight at once; at least 1.
+        deadline_at: When the pull fails if it has not got to its finish stage.
+        renew_every_s: Seconds between two renewals.
+        grace_s: How long a drain may take before the blocks are quarantined.
+    """
+
+    def __init__(
+        self, *, window: int, deadline_at: float, renew_every_s: float, grace_s: float
+    ) -> None:
+        super().__init__(PullState.NEW)
+        self.cause: FerryError | None = None
+        """Why it failed; None while it has not, and when it was cancelled."""
+        self.posted = 0
+        """Waves posted so far; they are posted in order."""
+        self._window = window
+        self._deadline_at = deadline_at
+        self._renew_every_s = renew_every_s
+        self._renew_at = deadline_at
+        self._grace_s = grace_s
+        self._grace_at = deadline_at
+        self._is_cancelled = False
+        self._wave_sources: tuple[int, ...] = ()
+        self._unsettled: set[int] = set()  # posted, may touch memory
+        self._lost: set[int] = set()  # part of _unsettled
+        self._unread: list[int] = []  # per source: waves not settled yet
+        self._needed: set[int] = set()  # sources not told yet that we have read
+        self._unconfirmed: set[int] = set()  # sources
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next `PullTicked` is due."""
+        match self.state:
+            case PullState.CONNECTING | PullState.CONFIRMING:
+                return self._deadline_at
+            case PullState.PLANNED | PullState.READING:
+                return min(self._deadline_at, self._renew_at)
+            case PullState.DRAINING:
+                return self._grace_at
+            case _:
+                return None
+
+    @property
+    def unsettled(self) -> frozenset[int]:
+        """Waves that may still touch memory."""
+        return frozenset(self._unsettled)
+
+    # Decisions: each is one row's `decide` and runs inside `step` alone.
+
+    def _start(self, event: PullStarted, _now: float) -> _Decision:
+        if event.has_work:
+            return PullState.CONNECTING, [Connect()]
+        # Nothing was read, so nothing needs the fence: the producer is told in
+        # the background, and whether that works changes nothing here (case p4).
+        return PullState.FINISHING, [DeclineOffer(), RunFinish()]
+
+    def _plan(self, event: Planned, now: float) -> _Decision:
+        sources = range(event.sources)
+        if not sources or not set(event.wave_sources) <= set(sources):
+            raise FerryInternalError(
+                f"a plan of {event.sources} sources has waves of {event.wave_sources}"
+            )
+        self._wave_sources = event.wave_sources
+        self._unread = [event.wave_sources.count(source) for source in sources]
+        self._needed = set(sources)
+        self._unconfirmed = set(sources)
+        self._renew_at = now + self._renew_every_s
+        return PullState.PLANNED, [RenewLease(tuple(sources)), AwaitBlocks()]
+
+    def _read(self, _event: BlocksReady, _now: float) -> _Decision:
+        effects = [
+            effect
+            for source in range(len(self._unread))
+            for effect in self._ask(source)
+        ]
+        if not self._wave_sources:
+            return PullState.CONFIRMING, effects
+        return PullState.READING, [*effects, *self._post()]
+
+    def _ask(self, source: int) -> list[Effect]:
+        """Ask the source whether it held on, if nothing of it is unread."""
+        if self._unread[source]:
+            return []
+        self._needed.discard(source)
+        return [SendReadFinished(source)]
+
+    def _post(self) -> list[Effect]:
+        room = self._window - len(self._unsettled)
+        last = min(self.posted + room, len(self._wave_sources))
+        waves = range(self.posted, last)
+        self.posted = last
+        self._unsettled.update(waves)
+        return [PostWave(wave) for wave in waves]
+
+    def _settle(self, event: WaveSettled, now: float) -> _Decision:
+        if event.wave not in self._unsettled:
+            self.ignored += 1  # a completion delivered twice
+            return self.state, []
+        self._unsettled.discard(event.wave)
+        self._lost.discard(event.wave)
+        if event.cause is not None:
+            return self._fail(event.cause, now)
+        source = self._wave_sources[event.wave]
+        self._unread[source] -= 1
+        effects = self._ask(source)
+        if any(self._unread):
+            return PullState.READING, [*effects, *self._post()]
+        return PullState.CONFIRMING, effects
+
+    def _lose(self, event: WaveLost, now: float) -> _Decision:
+        if event.wave not in self._unsettled:
+            self.ignored += 1  # it has settled before
+            return self.state, []
+        self._lost.add(event.wave)
+        return self._fail(event.cause, now)
+
+    def _confirm(self, event: ConfirmArrived, _now: float) -> _Decision:
+        """Count a source's confirmation; one that was not asked for changes nothing."""
+        if event.source not in self._unconfirmed - self._needed:
+            self.ignored += 1
+            return self.state, []
+        self._unconfirmed.discard(event.source)
+        if self.state is PullState.CONFIRMING and not self._unconfirmed:
+            return PullState.FINISHING, [RunFinish()]
+        return self.state, []
+
+    def _finish(self, _event: FinishEnded, _now: float) -> _Decision:
+        return PullState.DONE, []
+
+    def _fail_finish(self, event: FinishFailed, _now: float) -> _Decision:
+        self.cause = event.cause
+        return PullState.FAILED, []
+
+    def _fail_outside(self, event: PullFailed, now: float) -> _Decision:
+        return self._fail(event.cause, now)
+
+    def _cancel(self, _event: CancelRequested, now: float) -> _Decision:
+        self._is_cancelled = True
+        return self._end(now)
+
+    def _fail(self, cause: FerryError, now: float) -> _Decision:
+        self.cause = cause
+        return self._end(now)
+
+    def _end(self, now: float) -> _Decision:
+        self._grace_at = now + self._grace_s
+        state, effects = self._drained()
+        return state, [DeclineOffer(), *effects]
+
+    def _drained(self) -> _Decision:
+        """Where a drain stands: over, hopeless, or to be waited for."""
+        if not self._unsettled:
+            over = PullState.CANCELLED if self._is_cancelled else PullState.FAILED
+            return over, []
+        if self._unsettled == self._lost:
+            return self._quarantine()
+        return PullState.DRAINING, []
+
+    def _quarantine(self) -> _Decision:
+        return PullState.QUARANTINED, [QuarantineBlocks(tuple(sorted(self._unsettled)))]
+
+    def _drain(self, event: WaveSettled, _now: float) -> _Decision:
+        self.ignored += event.wave not in self._unsettled
+        self._unsettled.discard(event.wave)
+        self._lost.discard(event.wave)
+        return self._drained()
+
+    def _drain_lost(self, event: WaveLost, _now: float) -> _Decision:
+        if event.wave not in self._unsettled - self._lost:
+            self.ignored += 1
+            return PullState.DRAINING, []
+        self._lost.add(event.wave)
+        return self._drained()
+
+    def _drain_cancelled(self, _event: CancelRequested, _now: float) -> _Decision:
+        # A failure that came first stays the outcome.
+        self._is_cancelled = self._is_cancelled or self.cause is None
+        return self._drained()
+
+    def _reclaim(self, event: WaveSettled, _now: float) -> _Decision:
+        self.ignored += event.wave not in self._unsettled
+        self._unsettled.discard(event.wave)
+        if self._unsettled:
+            return PullState.QUARANTINED, []
+        return PullState.RECLAIMED, [ReclaimBlocks()]
+
+    def _tick(self, _event: PullTicked, now: float) -> _Decision:
+        if now >= self._deadline_at:
+            return self._fail(
+                DeadlineExceeded(
+                    f"the pull did not end in its deadline, {self.state.value}"
+                ),
+                now,
+            )
+        if self._needed and now >= self._renew_at:
+            self._renew_at = now + self._renew_every_s
+            return self.state, [RenewLease(tuple(sorted(self._needed)))]
+        return self.state, []
+
+    def _tick_draining(self, _event: PullTicked, now: float) -> _Decision:
+        if now >= self._grace_at:
+            return self._quarantine()
+        return PullState.DRAINING, []
+
+
+_S = PullState
+_M = PullMachine
+# While nothing is in flight (all but READING) there is nothing to drain.
+_FAIL = Row(_M._fail_outside, (_S.FAILED,))
+_CANCEL = Row(_M._cancel, (_S.CANCELLED,))
+_LATE = frozenset(EVENTS) - {PullStarted}
+
+PullMachine.table = total_table(
+    PullState,
+    EVENTS,
+    moves={
+        _S.NEW: {
+            PullStarted: Row(_M._start, (_S.CONNECTING, _S.FINISHING)),
+            CancelRequested: _CANCEL,
+        },
+        _S.CONNECTING: {
+            Planned: Row(_M._plan, (_S.PLANNED,)),
+            PullFailed: _FAIL,
+            CancelRequested: _CANCEL,
+            PullTicked: Row(_M._tick, (_S.CONNECTING, _S.FAILED)),
+        },
+        _S.PLANNED: {
+            BlocksReady: Row(_M._read, (_S.READING, _S.CONFIRMING)),
+            PullFailed: _FAIL,
+            CancelRequested: _CANCEL,
+            PullTicked: Row(_M._tick, (_S.PLANNED, _S.FAILED)),
+        },
+        _S.READING: {
+            WaveSettled: Row(
+                _M._settle, (_S.READING, _S.CONFIRMING, _S.DRAINING, _S.FAILED)
+            ),
+            WaveLost: Row(_M._lose, (_S.READING, _S.DRAINING, _S.QUARANTINED)),
+            ConfirmArrived: Row(_M._confirm, (_S.READING,)),
+            PullFailed: Row(_M._fail_outside, (_S.DRAINING,)),
+            CancelRequested: Row(_M._cancel, (_S.DRAINING,)),
+            PullTicked: Row(_M._tick, (_S.READING, _S.DRAINING)),
+        },
+        _S.CONFIRMING: {
+            ConfirmArrived: Row(_M._confirm, (_S.CONFIRMING, _S.FINISHING)),
+            PullFailed: _FAIL,
+            CancelRequested: _CANCEL,
+            PullTicked: Row(_M._tick, (_S.CONFIRMING, _S.FAILED)),
+        },
+        _S.FINISHING: {
+            FinishEnded: Row(_M._finish, (_S.DONE,)),
+            FinishFailed: Row(_M._fail_finish, (_S.FAILED,)),
+        },
+        _S.DRAINING: {
+            WaveSettled: Row(
+                _M._drain, (_S.DRAINING, _S.FAILED, _S.CANCELLED, _S.QUARANTINED)
+            ),
+            WaveLost: Row(_M._drain_lost, (_S.DRAINING, _S.QUARANTINED)),
+            CancelRequested: Row(_M._drain_cancelled, (_S.DRAINING,)),
+            PullTicked: Row(_M._tick_draining, (_S.DRAINING, _S.QUARANTINED)),
+        },
+        _S.QUARANTINED: {
+            WaveSettled: Row(_M._reclaim, (_S.QUARANTINED, _S.RECLAIMED)),
+        },
+    },
+    ignored={
+        # A source that spoke too early, or an answer to what is already decided.
+        _S.CONNECTING: {ConfirmArrived},
+        _S.PLANNED: {ConfirmArrived},
+        # Completions delivered again.
+        _S.CONFIRMING: {WaveSettled, WaveLost},
+        # The bytes are proved: a peer that goes now, or a cancellation that the
+        # caller's scope delivers anyway, changes nothing.
+        _S.FINISHING: {
+            WaveSettled,
+            WaveLost,
+            ConfirmArrived,
+            PullFailed,
+            CancelRequested,
+            PullTicked,
+        },
+        _S.DRAINING: {ConfirmArrived, BlocksReady, Planned, PullFailed},
+        _S.QUARANTINED: _LATE - {WaveSettled},
+        **dict.fromkeys(OVER - {_S.QUARANTINED}, _LATE),
+    },
+)

@@ -1,0 +1,57 @@
+"""The notices: messages that travel as NIXL notifications.
+
+A notice is not authenticated and its sender's name is the sender's own claim
+(nixl-facts rows 17 and 26). It proves itself by carrying the token that the
+receiver chose for one landing and told one peer over their link; anything else
+is counted and changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvferry.protocol.errors import ProtocolViolation
+
+__all__ = ("TOKEN_BYTES", "Written", "decode_notice", "encode_notice")
+
+TOKEN_BYTES = 16
+
+
+class Written(msgspec.Struct, frozen=True, tag="written", forbid_unknown_fields=True):
+    """The bytes of part ``part`` of ``parts`` have arrived.
+
+    Attributes:
+        token: The landing's token, unguessable for anyone else.
+    """
+
+    token: Annotated[
+        bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)
+    ]
+    part: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    parts: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Written)
+
+
+def encode_notice(notice: Written) -> bytes:
+    """The notice as msgpack."""
+    return _encoder.encode(notice)
+
+
+def decode_notice(payload: bytes) -> Written:
+    """The notice in a notification's bytes.
+
+    Raises:
+        ProtocolViolation: It is not a notice.
+    """
+    try:
+        notice = _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolViolation(f"not a notice: {exc}") from exc
+    if notice.part >= notice.parts:
+        raise ProtocolViolation(f"part {notice.part} of {notice.parts} parts")
+    return notice

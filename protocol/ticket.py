@@ -1,0 +1,130 @@
+"""`Ticket`: what the producer's scheduler hands to the consumer through the router.
+
+Plain data: a router may store it, log it and pass it on as JSON. It says where
+blocks are by absolute token position, never by count.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from kvferry.protocol.errors import BadTicket
+from kvferry.protocol.identity import Rank
+from kvferry.protocol.version import PROTOCOL_VERSION
+
+__all__ = ("MAX_TICKET_BYTES", "RankAddress", "Ticket", "TicketSpan")
+
+MAX_TICKET_BYTES = 16 * 1024 * 1024
+"""Longest encoded ticket: a million tokens in blocks of one, in a few groups."""
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Protocol = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where one producer rank listens."""
+
+    rank: Rank
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    port: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+
+
+class TicketSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Logical block ids of one group, and the token position where they begin.
+
+    ``None`` stands for a block that a sliding window has dropped. The ids of a
+    state group are slots, its ``first_token`` is 0.
+    """
+
+    block_ids: tuple[BlockId | None, ...]
+    first_token: Annotated[int, msgspec.Meta(ge=0, lt=2**40)] = 0
+
+
+class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A producer's offer, as the consumer needs it.
+
+    Attributes:
+        engine_id, generation: Which start of which producer holds the blocks.
+        request_id: The request, as both schedulers call it.
+        offer_id: Which offer of that request: a second offer is another ticket.
+        num_tokens: Tokens in the cache; a state belongs to exactly this count.
+        lease_s: How long one renewal holds the blocks, in seconds.
+        ranks: Address and coordinates of every producer rank.
+        spans: Per group the producer's blocks, the same on all its ranks.
+    """
+
+    engine_id: Name
+    generation: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    request_id: Name
+    offer_id: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+    ranks: Annotated[
+        tuple[RankAddress, ...], msgspec.Meta(min_length=1, max_length=4096)
+    ]
+    spans: Annotated[dict[Name, TicketSpan], msgspec.Meta(max_length=256)]
+    protocol: Protocol = PROTOCOL_VERSION
+
+    def to_bytes(self) -> bytes:
+        """The ticket as msgpack."""
+        return msgspec.msgpack.encode(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ticket as plain JSON types."""
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return plain
+
+    @classmethod
+    def from_bytes(cls, payload: bytes) -> Ticket:
+        """The ticket of `to_bytes`.
+
+        Raises:
+            BadTicket: Not a ticket, too long, or of another protocol version.
+        """
+        if len(payload) > MAX_TICKET_BYTES:
+            raise BadTicket(
+                f"a ticket of {len(payload)} bytes is over {MAX_TICKET_BYTES}"
+            )
+        try:
+            _check_version(_envelope.decode(payload))
+            return _decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise BadTicket(f"not a ticket: {exc}") from exc
+
+    @classmethod
+    def from_dict(cls, plain: Any) -> Ticket:  # noqa: ANN401 - whatever the router gave
+        """The ticket of `to_dict`.
+
+        Raises:
+            BadTicket: Not a ticket, or of another protocol version.
+        """
+        try:
+            _check_version(msgspec.convert(plain, _Envelope))
+            ticket = msgspec.convert(plain, Ticket)
+            # JSON can spell strings that have no UTF-8 (lone surrogates): such
+            # an id could never be sent to the producer.
+            ticket.to_bytes()
+        except (msgspec.ValidationError, ValueError, RecursionError) as exc:
+            raise BadTicket(f"not a ticket: {exc}") from exc
+        return ticket
+
+
+class _Envelope(msgspec.Struct):
+    """The part of a ticket that every version has; the rest is not looked at."""
+
+    protocol: Protocol = PROTOCOL_VERSION
+
+
+_decoder = msgspec.msgpack.Decoder(Ticket)
+_envelope = msgspec.msgpack.Decoder(_Envelope)
+
+
+def _check_version(envelope: _Envelope) -> None:
+    if envelope.protocol != PROTOCOL_VERSION:
+        raise BadTicket(
+            f"ticket of protocol {envelope.protocol},"
+            f" this engine speaks {PROTOCOL_VERSION}"
+        )

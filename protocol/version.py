@@ -1,0 +1,16 @@
+"""The protocol version, and the history of why it changed.
+
+Two engines talk only if their versions are equal: a mixed fleet is refused at
+the first message, before anything else of it is decoded.
+"""
+
+from __future__ import annotations
+
+__all__ = ("PROTOCOL_VERSION",)
+
+PROTOCOL_VERSION = 1
+"""History:
+
+1. Hello, introduction and refusal; layouts as axes and strides; renew, read
+   finished, confirmed, refused, decline and goodbye on the link; tickets.
+"""
