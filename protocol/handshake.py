@@ -197,7 +197,10 @@ def _mac(body: bytes, role: Role, secret: bytes, hellos: tuple[bytes, bytes]) ->
     parts = (role.value.encode(), *hellos, body)
     # Lengths first: without them two different splits would have one MAC.
     lengths = b"".join(len(part).to_bytes(8, "big") for part in parts)
-    return hmac.digest(secret, lengths + b"".join(parts), hashlib.sha256)
+    # Hashed first: HMAC pads its key with zeros, so that a secret and the same
+    # with zeros behind it, or none and zeros alone, would have one MAC.
+    key = hashlib.sha256(secret).digest()
+    return hmac.digest(key, lengths + b"".join(parts), hashlib.sha256)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Message:

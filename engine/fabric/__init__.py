@@ -14,14 +14,25 @@ from kvferry.engine.fabric.base import (
     Progress,
     Transfer,
 )
+from kvferry.engine.fabric.faults import CallFault, Faults, NoticeFault, TransferFault
+from kvferry.engine.fabric.memory import MemoryFabric, MemoryNetwork
+from kvferry.engine.fabric.memory_streams import MemoryListener, MemoryStreams
 
 __all__ = (
     "MAX_NOTICE_BYTES",
     "ROW_COLUMNS",
+    "CallFault",
     "Fabric",
+    "Faults",
+    "MemoryFabric",
+    "MemoryListener",
+    "MemoryNetwork",
+    "MemoryStreams",
     "Notice",
+    "NoticeFault",
     "Operation",
     "Prepared",
     "Progress",
     "Transfer",
+    "TransferFault",
 )

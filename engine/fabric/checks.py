@@ -16,7 +16,7 @@ from kvferry.protocol.errors import ImpossiblePlan, MisuseError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ("MAX_DESCRIPTORS", "check_ids", "check_notice", "check_rows")
+__all__ = ("MAX_DESCRIPTORS", "check_notice", "check_pair", "check_rows")
 
 MAX_DESCRIPTORS = 2**31 - 1
 """Most descriptors of one `Prepared`: ids are int32."""
@@ -49,7 +49,7 @@ def check_rows(rows: npt.NDArray[np.uint64]) -> int:
     room = np.uint64(2 * ADDRESS_LIMIT) - address - run
     if ((stride > room // steps) & (count > 1)).any():
         raise ImpossiblePlan("a row strides past the address space")
-    descriptors = sum(count.tolist())
+    descriptors: int = sum(count.tolist())
     if descriptors > MAX_DESCRIPTORS:
         raise ImpossiblePlan(f"{descriptors} descriptors do not fit int32 ids")
     return descriptors

@@ -230,9 +230,9 @@ class NixlFabric(Fabric):
 
     def poll(self, transfer: Transfer) -> Progress:
         """Ask NIXL, which also sends an attached notice once all is done (row 25)."""
+        if isinstance(transfer, _NixlTransfer) and transfer.verdict is not None:
+            return transfer.verdict
         own = self._own_transfer(transfer)
-        if own.verdict is not None:
-            return own.verdict
         try:
             status = self._live().check_xfer_state(own.handle)
         except Exception as exc:  # noqa: BLE001 - see the module's docstring

@@ -1,0 +1,578 @@
+"""The offer machine: its table, row by row, and its invariants against a ledger."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from kvferry.protocol.errors import FerryInternalError
+from kvferry.protocol.identity import EngineKey, Rank
+from kvferry.protocol.lifecycle.machine import Otherwise, Row
+from kvferry.protocol.lifecycle.offer import (
+    EVENTS,
+    ConfirmRead,
+    EndOffer,
+    OfferDeclined,
+    OfferMachine,
+    OfferState,
+    OfferTicked,
+    ReadEnded,
+    RefuseReader,
+    RenewArrived,
+    ReportRenewed,
+    WithdrawRequested,
+)
+from kvferry.protocol.link import RefusedReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvferry.protocol.lifecycle.machine import Effect, Event
+
+S = OfferState
+LEASE_S = 30.0
+
+RANKS = (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))
+FIRST, SECOND = (EngineKey("decode-0", "a1", rank) for rank in RANKS)
+REBORN = EngineKey("decode-0", "b2", RANKS[0])
+OTHER = EngineKey("decode-1", "a1", RANKS[1])
+STRANGERS = (REBORN, OTHER)
+
+
+def renewal(reader: EngineKey, readers: tuple[Rank, ...] = RANKS) -> RenewArrived:
+    return RenewArrived(reader, readers)
+
+
+# What every pair is. "move" has a row, "late" is ignored and counted; no pair is a
+# misuse, since all but two events come from peers and those two race with them.
+TABLE = """
+           renew read  decline withdraw tick
+open       move  move  move    move     move
+released   move  move  late    late     late
+expired    move  move  late    late     late
+withdrawn  move  move  late    late     late
+"""
+SAMPLES: dict[str, Event] = {
+    "renew": renewal(FIRST),
+    "read": ReadEnded(FIRST),
+    "decline": OfferDeclined(FIRST),
+    "withdraw": WithdrawRequested(),
+    "tick": OfferTicked(),
+}
+REASONS = {
+    S.RELEASED: RefusedReason.SPENT,
+    S.EXPIRED: RefusedReason.EXPIRED,
+    S.WITHDRAWN: RefusedReason.WITHDRAWN,
+}
+
+
+def table() -> Iterator[tuple[OfferState, str, str]]:
+    header, *lines = TABLE.strip("\n").splitlines()
+    for line in lines:
+        state, *kinds = line.split()
+        for name, kind in zip(header.split(), kinds, strict=True):
+            yield S(state), name, kind
+
+
+def offer(*events: Event) -> OfferMachine:
+    """A machine after these events, all at time 0."""
+    machine = OfferMachine(now=0.0, lease_s=LEASE_S)
+    for event in events:
+        machine.step(event, 0.0)
+    return machine
+
+
+ACCEPTED = (renewal(FIRST),)
+HALF_READ = (*ACCEPTED, ReadEnded(FIRST))
+PATHS: dict[OfferState, tuple[Event, ...]] = {
+    S.OPEN: (),
+    S.RELEASED: (*HALF_READ, ReadEnded(SECOND)),
+    S.WITHDRAWN: (WithdrawRequested(),),
+}
+
+
+def in_state(state: OfferState) -> OfferMachine:
+    if state is S.EXPIRED:
+        machine = offer()
+        machine.step(OfferTicked(), LEASE_S)
+        return machine
+    return offer(*PATHS[state])
+
+
+def facts(machine: OfferMachine) -> dict[str, object]:
+    """Everything a machine knows, but for the count of what it ignored."""
+    return {k: copy.copy(v) for k, v in vars(machine).items() if k != "ignored"}
+
+
+# The table.
+
+
+def test_the_table_is_total_and_every_pair_is_what_it_is_meant_to_be() -> None:
+    """Each (state, event) is a move, ignored or a misuse, as written down above."""
+    expected = {(s, type(SAMPLES[name])): kind for s, name, kind in table()}
+    assert set(expected) == set(itertools.product(S, EVENTS))
+    kinds = {Otherwise.IGNORED: "late", Otherwise.MISUSE: "BUG"}
+    found = {
+        pair: "move" if isinstance(row, Row) else kinds[row]
+        for pair, row in OfferMachine.table.items()
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "name", "kind"), list(table()), ids=lambda x: getattr(x, "value", x)
+)
+def test_every_pair_behaves_as_the_table_says(
+    state: OfferState, name: str, kind: str
+) -> None:
+    """A move goes to a declared target, the late change nothing."""
+    machine = in_state(state)
+    assert machine.state is state
+    event, before, ignored = SAMPLES[name], facts(machine), machine.ignored
+    effects = machine.step(event, 1.0)
+    if kind == "late":
+        assert effects == []
+        assert facts(machine) == before
+        assert machine.ignored == ignored + 1
+    else:
+        row = OfferMachine.table[state, type(event)]
+        assert isinstance(row, Row)
+        assert machine.state in row.targets
+
+
+class Example(NamedTuple):
+    """One row of the table at work."""
+
+    says: str
+    given: tuple[Event, ...]
+    event: Event
+    state: OfferState
+    effects: list[Effect]
+    at: float = 1.0
+
+
+def refused(reader: EngineKey, reason: RefusedReason) -> RefuseReader:
+    return RefuseReader(reader, reason)
+
+
+EXAMPLES = [
+    Example(
+        "the first renewal accepts",
+        (),
+        renewal(FIRST),
+        S.OPEN,
+        [ReportRenewed(FIRST)],
+    ),
+    Example(
+        "the other rank of the instance renews as well",
+        ACCEPTED,
+        renewal(SECOND),
+        S.OPEN,
+        [ReportRenewed(SECOND)],
+    ),
+    Example(
+        "a later start of the reader is a stranger",
+        ACCEPTED,
+        renewal(REBORN),
+        S.OPEN,
+        [refused(REBORN, RefusedReason.SPENT)],
+    ),
+    Example(
+        "a reader that is done renews nothing",
+        HALF_READ,
+        renewal(FIRST),
+        S.OPEN,
+        [refused(FIRST, RefusedReason.SPENT)],
+    ),
+    Example(
+        "a renewal that comes too late",
+        ACCEPTED,
+        renewal(FIRST),
+        S.EXPIRED,
+        [refused(FIRST, RefusedReason.EXPIRED), EndOffer()],
+        LEASE_S,
+    ),
+    Example(
+        "one of two readers is confirmed",
+        ACCEPTED,
+        ReadEnded(FIRST),
+        S.OPEN,
+        [ConfirmRead(FIRST, 1)],
+    ),
+    Example(
+        "the last reader is confirmed and releases",
+        HALF_READ,
+        ReadEnded(SECOND),
+        S.RELEASED,
+        [ConfirmRead(SECOND, 1), EndOffer()],
+    ),
+    Example(
+        "o2: a read that outlived the lease",
+        ACCEPTED,
+        ReadEnded(FIRST),
+        S.EXPIRED,
+        [refused(FIRST, RefusedReason.EXPIRED), EndOffer()],
+        LEASE_S,
+    ),
+    Example(
+        "o1: a reader asks a second time",
+        HALF_READ,
+        ReadEnded(FIRST),
+        S.OPEN,
+        [refused(FIRST, RefusedReason.SPENT)],
+    ),
+    Example(
+        "another engine is a stranger",
+        ACCEPTED,
+        ReadEnded(OTHER),
+        S.OPEN,
+        [refused(OTHER, RefusedReason.SPENT)],
+    ),
+    Example(
+        "n3: a rejected ticket frees the producer at once",
+        (),
+        OfferDeclined(FIRST),
+        S.RELEASED,
+        [EndOffer()],
+    ),
+    Example("one of two readers declines", ACCEPTED, OfferDeclined(FIRST), S.OPEN, []),
+    Example(
+        "the last reader declines",
+        HALF_READ,
+        OfferDeclined(SECOND),
+        S.RELEASED,
+        [EndOffer()],
+    ),
+    Example(
+        "a decline that comes too late",
+        ACCEPTED,
+        OfferDeclined(FIRST),
+        S.EXPIRED,
+        [EndOffer()],
+        LEASE_S,
+    ),
+    Example(
+        "the producer withdraws",
+        ACCEPTED,
+        WithdrawRequested(),
+        S.WITHDRAWN,
+        [EndOffer()],
+    ),
+    Example(
+        "what has run out cannot be withdrawn",
+        ACCEPTED,
+        WithdrawRequested(),
+        S.EXPIRED,
+        [EndOffer()],
+        LEASE_S,
+    ),
+    Example("an early tick", ACCEPTED, OfferTicked(), S.OPEN, [], LEASE_S - 0.001),
+    Example("the lease runs out", (), OfferTicked(), S.EXPIRED, [EndOffer()], LEASE_S),
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.says)
+def test_row(example: Example) -> None:
+    """The row of the table does what the example says."""
+    machine = offer(*example.given)
+    assert machine.step(example.event, example.at) == example.effects
+    assert machine.state is example.state
+
+
+@pytest.mark.parametrize("question", [renewal, ReadEnded])
+@pytest.mark.parametrize("reader", [FIRST, SECOND, *STRANGERS], ids=str)
+@pytest.mark.parametrize("state", REASONS, ids=lambda s: s.value)
+def test_after_the_end_every_question_is_refused_with_the_right_reason(
+    state: OfferState, reader: EngineKey, question: type[ReadEnded]
+) -> None:
+    """o1: whoever asks about an offer that is over learns how it ended."""
+    machine = in_state(state)
+    for now in (LEASE_S, 10 * LEASE_S):
+        assert machine.step(question(reader), now) == [refused(reader, REASONS[state])]
+        assert machine.state is state
+
+
+def test_every_arrow_of_the_table_has_an_example() -> None:
+    """No row of an open offer leads to a state that no example reaches."""
+    drawn = {
+        (state, event, target)
+        for (state, event), row in OfferMachine.table.items()
+        if isinstance(row, Row) and state is S.OPEN
+        for target in row.targets
+    }
+    assert drawn == {(S.OPEN, type(e.event), e.state) for e in EXAMPLES}
+
+
+def test_an_event_of_another_machine_is_a_misuse() -> None:
+    """A type that is in no row is never taken for one that is."""
+
+    class Foreign(OfferTicked, frozen=True):
+        """Something that happened elsewhere."""
+
+    machine = offer()
+    with pytest.raises(FerryInternalError):
+        machine.step(Foreign(), 0.0)
+    with pytest.raises(FerryInternalError, match="poisoned"):
+        machine.step(OfferTicked(), 0.0)
+
+
+# Readers.
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=str)
+@pytest.mark.parametrize("given", [ACCEPTED, HALF_READ], ids=["accepted", "half read"])
+def test_strangers_are_refused_and_change_nothing(
+    given: tuple[Event, ...], stranger: EngineKey
+) -> None:
+    """Invariant 5: neither another engine nor a later start moves an offer."""
+    machine = offer(*given)
+    before = facts(machine)
+    no = [refused(stranger, RefusedReason.SPENT)]
+    assert machine.step(renewal(stranger), 1.0) == no
+    assert machine.step(ReadEnded(stranger), 1.0) == no
+    assert machine.step(OfferDeclined(stranger), 1.0) == []
+    assert machine.ignored == 1
+    assert facts(machine) == before
+
+
+def test_a_decline_of_a_reader_that_is_done_is_ignored() -> None:
+    """A doubled decline, or one behind a confirmation, is counted and no more."""
+    machine = offer(*HALF_READ)
+    before = facts(machine)
+    assert machine.step(OfferDeclined(FIRST), 1.0) == []
+    assert machine.ignored == 1
+    assert facts(machine) == before
+
+
+def test_a_reader_that_never_renewed_can_be_confirmed_under_the_first_lease() -> None:
+    """A read that fits into the first lease needs no renewal."""
+    machine = offer()
+    effects = machine.step(ReadEnded(FIRST), LEASE_S - 1)
+    assert effects == [ConfirmRead(FIRST, 0), EndOffer()]
+    assert machine.state is S.RELEASED
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("is_declining", [False, True])
+def test_an_offer_is_released_after_exactly_the_expected_readers(
+    *, count: int, is_declining: bool
+) -> None:
+    """Reading or declining, the last of the expected readers ends it, none before."""
+    ranks = tuple(Rank(tp=tp, tp_size=count) for tp in range(count))
+    keys = [EngineKey("decode-0", "a1", rank) for rank in ranks]
+    machine = offer(*(renewal(key, ranks) for key in keys))
+    for n, key in enumerate(keys, start=1):
+        assert machine.state is S.OPEN
+        machine.step(OfferDeclined(key) if is_declining else ReadEnded(key), 1.0)
+        assert machine.done == set(ranks[:n])
+    assert machine.state is S.RELEASED
+
+
+def test_a_reader_outside_the_list_is_no_expected_one() -> None:
+    """A reader the list forgot is expected too if it named the list, else it is not."""
+    third = EngineKey("decode-0", "a1", Rank(tp=0, tp_size=3))
+    machine = offer(renewal(third))
+    machine.step(ReadEnded(FIRST), 1.0)
+    machine.step(ReadEnded(SECOND), 1.0)
+    assert machine.state is S.OPEN
+    machine.step(ReadEnded(third), 1.0)
+    assert machine.state is S.RELEASED
+    machine = offer(*ACCEPTED)
+    machine.step(ReadEnded(third), 1.0)
+    machine.step(ReadEnded(FIRST), 1.0)
+    assert machine.state is S.OPEN
+    assert machine.step(ReadEnded(SECOND), 1.0)[-1] == EndOffer()
+
+
+def test_a_later_list_does_not_shrink_the_expected_readers() -> None:
+    """The ranks that the first renewal named are the ones that count."""
+    machine = offer(renewal(FIRST), renewal(FIRST, (RANKS[0],)))
+    machine.step(ReadEnded(FIRST), 1.0)
+    assert machine.state is S.OPEN
+
+
+def test_has_reader_says_whether_the_ticket_was_accepted() -> None:
+    """It turns with the first renewal."""
+    machine = offer()
+    assert not machine.has_reader
+    machine.step(renewal(FIRST), 1.0)
+    assert machine.has_reader
+
+
+# Leases (cases n1, n2, o2).
+
+
+@pytest.mark.parametrize("event", SAMPLES.values(), ids=SAMPLES)
+@pytest.mark.parametrize("late_s", [0.0, 0.001, 1e9])
+def test_expiry_beats_whatever_is_queued(event: Event, late_s: float) -> None:
+    """A producer stopped past its lease refuses everything that had queued up."""
+    machine = offer(*ACCEPTED)
+    effects = machine.step(event, LEASE_S + late_s)
+    assert machine.state is S.EXPIRED
+    assert effects.count(EndOffer()) == 1
+    assert not any(isinstance(e, ConfirmRead | ReportRenewed) for e in effects)
+    question = ReadEnded(FIRST)
+    assert machine.step(question, LEASE_S + late_s) == [
+        refused(FIRST, RefusedReason.EXPIRED)
+    ]
+
+
+def test_o2_renewed_in_time_a_long_read_is_confirmed() -> None:
+    """A read from 20 s to 51 s under a lease of 30 s needs one renewal in between."""
+    machine = offer()
+    machine.step(renewal(FIRST, (RANKS[0],)), 20.0)
+    assert machine.deadline == 50.0
+    machine.step(renewal(FIRST, (RANKS[0],)), 45.0)
+    assert machine.step(ReadEnded(FIRST), 51.0) == [ConfirmRead(FIRST, 2), EndOffer()]
+
+
+def test_n1_renewals_keep_it_alive_and_silence_frees_it_one_lease_after_the_last() -> (
+    None
+):
+    """Renewed until 40 s and silent then: expired at 40 s and one lease, not before."""
+    machine = offer()
+    for now in range(0, 50, 10):
+        machine.step(renewal(FIRST), float(now))
+    assert machine.epoch == 5
+    assert machine.deadline == 70.0
+    assert machine.step(OfferTicked(), 69.999) == []
+    assert machine.step(OfferTicked(), 70.0) == [EndOffer()]
+    assert machine.deadline is None
+
+
+def test_n2_one_offer_renewed_for_ever_does_not_keep_the_others() -> None:
+    """Of 100 offers one is renewed: the next sweep frees the 99."""
+    offers = [OfferMachine(now=0.0, lease_s=LEASE_S) for _ in range(100)]
+    for now in (10.0, 20.0):
+        offers[17].step(renewal(FIRST), now)
+    for machine in offers:
+        assert machine.deadline is not None
+        machine.step(OfferTicked(), LEASE_S)
+    assert [i for i, m in enumerate(offers) if m.state is S.OPEN] == [17]
+    assert sum(m.state is S.EXPIRED for m in offers) == 99
+
+
+# The ledger: what the outside world knows of an offer, kept apart from the machine.
+
+
+class Ledger:
+    """Who asked, who was confirmed, and until when the blocks were held."""
+
+    def __init__(self) -> None:
+        self.held_until = LEASE_S
+        self.instance: tuple[str, str] | None = None
+        self.expected: set[Rank] = set()
+        self.done: set[Rank] = set()
+        self.ends = 0
+
+    def see(self, event: Event, now: float, effects: list[Effect]) -> None:
+        was_held = self.ends == 0 and now < self.held_until
+        self.ends += effects.count(EndOffer())
+        assert self.ends <= 1, "ended twice"
+        if isinstance(event, WithdrawRequested | OfferTicked):
+            return
+        reader = event.reader
+        instance = (reader.engine_id, reader.generation)
+        is_known = self.instance in {None, instance}
+        is_due = was_held and is_known and reader.rank not in self.done
+        good = {RenewArrived: ReportRenewed, ReadEnded: ConfirmRead}.get(type(event))
+        if good is not None:
+            answer = good if is_due else RefuseReader
+            assert type(effects[0]) is answer
+            assert effects[0].reader == reader, "answered another reader"
+        if is_due:
+            self.instance = instance
+            if isinstance(event, RenewArrived):
+                self.held_until = now + LEASE_S
+                self.expected = self.expected or {*event.readers, reader.rank}
+            else:
+                self.done.add(reader.rank)
+
+    def check(self, machine: OfferMachine, now: float) -> None:
+        assert (machine.state is S.OPEN) == (self.ends == 0)
+        assert (machine.deadline is None) == (self.ends == 1)
+        assert machine.done == self.done
+        if machine.state is S.OPEN:
+            assert machine.deadline == self.held_until > now
+            assert not self.done or not self.expected <= self.done
+        if machine.state is S.RELEASED:
+            assert self.done >= self.expected
+
+
+def drive(machine: OfferMachine, ledger: Ledger, event: Event, now: float) -> None:
+    before = machine.state
+    ledger.see(event, now, machine.step(event, now))
+    ledger.check(machine, now)
+    if before is not S.OPEN:
+        assert machine.state is before, "a second outcome"
+
+
+def test_every_short_sequence_of_events_agrees_with_the_ledger() -> None:
+    """An exhaustive walk: exactly one end, at most one confirmation a reader."""
+    readers = (FIRST, SECOND, REBORN)
+    questions = (renewal, ReadEnded, OfferDeclined)
+    events = [question(reader) for question in questions for reader in readers]
+    events += [WithdrawRequested(), OfferTicked()]
+    steps = [(event, passed) for event in events for passed in (0.0, LEASE_S)]
+    for run in itertools.product(steps, repeat=3):
+        machine, ledger, now = offer(), Ledger(), 0.0
+        for event, passed in run:
+            now += passed
+            drive(machine, ledger, event, now)
+
+
+class OfferModel(RuleBasedStateMachine):
+    """Long random runs with four readers and strangers, against the ledger."""
+
+    keys = st.builds(
+        EngineKey,
+        st.sampled_from(["decode-0"] * 4 + ["decode-1"]),
+        st.sampled_from(["a1"] * 4 + ["b2"]),
+        st.builds(Rank, tp=st.integers(0, 3), tp_size=st.just(4)),
+    )
+
+    @initialize(readers=st.sets(st.integers(0, 3), min_size=1))
+    def open(self, readers: set[int]) -> None:
+        self.readers = tuple(Rank(tp=tp, tp_size=4) for tp in sorted(readers))
+        self.machine, self.ledger, self.now = offer(), Ledger(), 0.0
+
+    def let_in(self, event: Event) -> None:
+        drive(self.machine, self.ledger, event, self.now)
+
+    @rule(reader=keys)
+    def a_reader_renews(self, reader: EngineKey) -> None:
+        self.let_in(RenewArrived(reader, self.readers))
+
+    @rule(reader=keys, is_declining=st.booleans())
+    def a_reader_ends(self, *, reader: EngineKey, is_declining: bool) -> None:
+        self.let_in(OfferDeclined(reader) if is_declining else ReadEnded(reader))
+
+    @rule(is_likely=st.integers(0, 9))
+    def the_producer_withdraws(self, is_likely: int) -> None:
+        if not is_likely:
+            self.let_in(WithdrawRequested())
+
+    @rule(passed=st.sampled_from([0.0, 5.0, 10.0, 29.0, 31.0]))
+    def time_passes(self, passed: float) -> None:
+        self.now += passed
+        self.let_in(OfferTicked())
+
+    @rule(passed=st.sampled_from([5.0, 29.0]))
+    def the_producer_is_stopped(self, passed: float) -> None:
+        self.now += passed
+
+    def teardown(self) -> None:
+        if hasattr(self, "machine"):
+            self.now += LEASE_S
+            self.let_in(OfferTicked())
+            assert self.ledger.ends == 1
+
+
+TestOfferModel = OfferModel.TestCase
+TestOfferModel.settings = settings(max_examples=25, stateful_step_count=40)
