@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
-from kvferry.engine.spans import Span, kernel_ids
+from kvferry.engine.spans import Span
 from kvferry.protocol.errors import CacheError
 from kvferry.protocol.layout import (
     SHARD_AXIS,
@@ -37,7 +36,6 @@ from kvferry.protocol.layout import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    import numpy.typing as npt
 
 __all__ = (
     "AttentionGroup",
@@ -189,23 +187,6 @@ class TokenView:
     block_tokens: int
     ratio: int
 
-    def zero(self, block_ids: npt.NDArray[np.int64], first_slot: int) -> None:
-        """Zero whole logical blocks, the first of them only from a slot on.
-
-        Runs on the current stream of the tensors' device; padding is not touched.
-
-        Args:
-            block_ids: Logical, in the pool.
-            first_slot: Token slots of the first block to leave as they are.
-        """
-        ids = kernel_ids(block_ids, ratio=self.ratio)[first_slot // self.block_tokens :]
-        slot = first_slot % self.block_tokens
-        for tensor in self.tensors:
-            if slot and ids.size:
-                tensor[int(ids[0]), slot:].zero_()
-            whole = torch.from_numpy(ids[1:] if slot else ids)
-            tensor.index_fill_(0, whole.to(tensor.device), 0)
-
 
 class KVCache:
     """Everything one rank holds, described.
@@ -269,7 +250,9 @@ def _describe(group: AttentionGroup | StateGroup) -> _Described:
 
 
 def _describe_attention(group: AttentionGroup) -> _Described:
-    fields, views, extents = [], [], []
+    fields: list[FieldLayout] = []
+    views: list[TokenView] = []
+    extents: list[_Extent] = []
     for layer, given in group.layers.items():
         paged = list(_named_fields(given))
         where = f"group {group.name!r} layer {layer!r}"
@@ -297,7 +280,8 @@ def _describe_attention(group: AttentionGroup) -> _Described:
 
 
 def _describe_states(group: StateGroup) -> _Described:
-    fields, extents = [], []
+    fields: list[FieldLayout] = []
+    extents: list[_Extent] = []
     for layer, given in group.layers.items():
         states = [given] if isinstance(given, StateTensor) else list(given)
         where = f"group {group.name!r} layer {layer!r}"
@@ -402,6 +386,10 @@ def _extent(tensor: torch.Tensor, where: str) -> _Extent:
     if tensor.device.type not in {"cpu", "cuda"} or tensor.layout != torch.strided:
         raise CacheError(
             f"{where}: a {tensor.layout} tensor on {tensor.device} cannot be registered"
+        )
+    if tensor.element_size() not in _INTEGERS:
+        raise CacheError(
+            f"{where}: elements of {tensor.element_size()} bytes ({tensor.dtype})"
         )
     if tensor.numel() == 0:
         raise CacheError(f"{where}: no elements in shape {tuple(tensor.shape)}")
@@ -539,8 +527,6 @@ def _token_view(field: FieldLayout, strides: _Strides, ratio: int) -> TokenView:
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
     return tensor.detach().view(_INTEGERS[tensor.element_size()])
 
 

@@ -80,6 +80,8 @@ class EngineConfig:
             raise ConfigError("engine_id must have 1 to 256 characters")
         if self.rank.tp >= self.rank.tp_size or self.rank.pp >= self.rank.pp_size:
             raise ConfigError(f"rank {self.rank} is outside its own sizes")
+        if self.rank.tp_size * self.rank.pp_size > 1024:
+            raise ConfigError(f"rank {self.rank}: an instance has at most 1,024 ranks")
         self._check_positive()
         if self.listen is not None:
             self._check_address(self.listen[0])

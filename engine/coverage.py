@@ -35,7 +35,9 @@ __all__ = (
 Geometry = tuple[int, tuple["Axis", ...]]
 
 
-def prove_coverage(fields: Sequence[FieldLayout], rows: Rows, *, what: str) -> None:
+def prove_coverage(
+    fields: Sequence[FieldLayout], rows: Sequence[Rows], *, what: str
+) -> None:
     """The rows write exactly the bytes of every block of the fields, each once.
 
     Args:
@@ -46,7 +48,9 @@ def prove_coverage(fields: Sequence[FieldLayout], rows: Rows, *, what: str) -> N
     Raises:
         FerryInternalError: A byte is missing, written twice, or not a field's.
     """
-    written = normal_form(rows, what=what)
+    if not rows:
+        raise FerryInternalError(f"{what}: the plan has no rows at all")
+    written = normal_form(np.concatenate(rows), what=what)
     wanted = normal_form(block_rows(fields), what=what)
     if not np.array_equal(written, wanted):
         raise FerryInternalError(

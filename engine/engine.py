@@ -33,7 +33,6 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.handshake import Card
 from kvferry.protocol.identity import EngineKey
 from kvferry.protocol.notices import decode_notice
-from kvferry.protocol.ticket import RankAddress
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -144,7 +143,7 @@ class TransferEngine:
             request_id,
             ticket_spans(self._cache.layout, spans, num_tokens=num_tokens),
             num_tokens=num_tokens,
-            ranks=self._ranks(),
+            address=self.address,
         )
 
     async def pull(
@@ -233,11 +232,6 @@ class TransferEngine:
                 f"{what} group {name!r}; blocks are due for {sorted(known)}",
                 request_id=request_id,
             )
-
-    def _ranks(self) -> tuple[RankAddress, ...]:
-        if self.address is None:
-            return ()
-        return (RankAddress(self.key.rank, *self.address),)
 
     def _take_notice(self, notice: Notice) -> None:
         """Pulls need no notices: whatever arrives is counted, and changes nothing."""

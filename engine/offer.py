@@ -51,7 +51,7 @@ from kvferry.protocol.link import (
     Renew,
     Renewed,
 )
-from kvferry.protocol.ticket import Ticket, TicketSpan
+from kvferry.protocol.ticket import RankOffer, Ticket, TicketSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from kvferry.protocol.layout import CacheLayout, GroupLayout
     from kvferry.protocol.lifecycle.machine import Effect, Event
     from kvferry.protocol.link import LinkMessage
-    from kvferry.protocol.ticket import RankAddress
 
 __all__ = ("Offer", "OfferOutcome", "Offers", "ticket_spans")
 
@@ -138,6 +137,10 @@ def _outcome(machine: OfferMachine) -> OfferOutcome | None:
     return OfferOutcome(machine.state.value)
 
 
+def _offer_id(held: _Held) -> str:
+    return held.ticket.ranks[0].offer_id  # an engine's own ticket has one rank
+
+
 class Offers:
     """All offers of one engine.
 
@@ -175,7 +178,7 @@ class Offers:
         spans: Mapping[str, TicketSpan],
         *,
         num_tokens: int,
-        ranks: tuple[RankAddress, ...],
+        address: tuple[str, int] | None,
     ) -> Offer:
         """Hold blocks for a reader.
 
@@ -191,17 +194,18 @@ class Offers:
                 f"{len(self._active)} offers are open, max_offers allows no more",
                 request_id=request_id,
             )
-        if not ranks:
+        if address is None:
             raise ConfigError("an engine with listen=None cannot offer")
         machine = OfferMachine(now=trio.current_time(), lease_s=self._config.lease_s)
+        host, port = address
+        offer_id = secrets.token_hex(16)
+        offer = RankOffer(self._key.rank, self._key.generation, offer_id, host, port)
         ticket = Ticket(
             engine_id=self._key.engine_id,
-            generation=self._key.generation,
             request_id=request_id,
-            offer_id=secrets.token_hex(16),
             num_tokens=num_tokens,
             lease_s=self._config.lease_s,
-            ranks=ranks,
+            ranks=(offer,),
             spans=dict(spans),
         )
         held = _Held(ticket, machine)
@@ -224,7 +228,7 @@ class Offers:
             case ReadFinished():
                 event, attempt = ReadEnded(link.peer), message.attempt
             case Decline():
-                event, attempt = OfferDeclined(link.peer), 0
+                event, attempt = OfferDeclined(link.peer, message.readers), 0
             case _:
                 raise ProtocolViolation(f"{type(message).__name__} from a reader")
         held = self._find(message.request_id, message.offer_id)
@@ -281,14 +285,14 @@ class Offers:
 
     def _find(self, request_id: str, offer_id: str) -> _Held | None:
         held = self._active.get(request_id)
-        if held is None or held.ticket.offer_id != offer_id:
+        if held is None or _offer_id(held) != offer_id:
             held = self._ended.get(offer_id)
         return held if held and held.ticket.request_id == request_id else None
 
     def _end(self, held: _Held) -> None:
         ticket, machine = held.ticket, held.machine
         del self._active[ticket.request_id]
-        self._ended[ticket.offer_id] = held
+        self._ended[_offer_id(held)] = held
         if len(self._ended) > ENDED_OFFERS:
             self._ended.popitem(last=False)
         held.claims.close()

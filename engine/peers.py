@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvferry.engine.streams import Streams
     from kvferry.protocol.handshake import Card
     from kvferry.protocol.link import LinkMessage
-    from kvferry.protocol.ticket import RankAddress, Ticket
+    from kvferry.protocol.ticket import RankOffer, Ticket
 
 __all__ = ("Answer", "Peer", "Peers", "Sources", "Subscriber")
 
@@ -184,9 +184,9 @@ class Peers:
             ImpossiblePlan: The layouts cannot be paired.
             EngineClosed: The engine is closing.
         """
-        addressed = self._addressed(ticket)
-        await self._connect_all(addressed)
-        keys = tuple(key for key, _ in addressed)
+        offers = addressed(ticket)
+        await self._connect_all(offers)
+        keys = tuple(key for key, _ in offers)
         sources = self._sources.get(keys) or self._prepare(keys)
         sources.users += 1
         return sources
@@ -197,11 +197,18 @@ class Peers:
         Raises:
             PeerError: A rank could not be told; its lease will end.
         """
-        addressed = self._addressed(ticket)
-        await self._connect_all(addressed)
-        for key, _ in addressed:
+        offers = addressed(ticket)
+        await self._connect_all(offers)
+        for key, offer in offers:
             if peer := self._peers.get(key):
-                peer.link.post(Decline(ticket.request_id, ticket.offer_id, detail))
+                peer.link.post(
+                    Decline(
+                        ticket.request_id,
+                        offer.offer_id,
+                        self._config.rank.instance(),
+                        detail[:1024],
+                    )
+                )
 
     def leave(self, sources: Sources) -> None:
         """The caller makes no more transfers of these sources, and none is in flight."""
@@ -215,23 +222,15 @@ class Peers:
             for peer in tuple(self._peers.values()):
                 nursery.start_soon(_close, peer.link, within_s)
 
-    def _addressed(self, ticket: Ticket) -> list[tuple[EngineKey, RankAddress]]:
-        return [
-            (EngineKey(ticket.engine_id, ticket.generation, address.rank), address)
-            for address in ticket.ranks
-        ]
-
-    async def _connect_all(
-        self, addressed: Sequence[tuple[EngineKey, RankAddress]]
-    ) -> None:
-        missing = [item for item in addressed if item[0] not in self._peers]
+    async def _connect_all(self, offers: Sequence[tuple[EngineKey, RankOffer]]) -> None:
+        missing = [item for item in offers if item[0] not in self._peers]
         if len(missing) <= 1:
             for key, address in missing:
                 await self._connect(key, address)
             return
         errors: list[FerryError] = []
 
-        async def connect(key: EngineKey, address: RankAddress) -> None:
+        async def connect(key: EngineKey, address: RankOffer) -> None:
             try:
                 await self._connect(key, address)
             except FerryError as error:
@@ -243,7 +242,7 @@ class Peers:
         if errors:
             raise errors[0]
 
-    async def _connect(self, key: EngineKey, address: RankAddress) -> None:
+    async def _connect(self, key: EngineKey, address: RankOffer) -> None:
         """One handshake per peer, in a task of the engine's: a caller that gives up
         does not take it from the others (case e4)."""
         if self._is_closed:
@@ -257,7 +256,7 @@ class Peers:
             # A copy each: an exception raised in two tasks mixes their tracebacks.
             raise copy.copy(dial.error) from dial.error
 
-    async def _dial(self, key: EngineKey, address: RankAddress, dial: _Dial) -> None:
+    async def _dial(self, key: EngineKey, address: RankOffer, dial: _Dial) -> None:
         self.handshakes += 1
         where = f"{key}@{address.host}:{address.port}"
         log = self._log.bind(peer=where)
@@ -288,7 +287,7 @@ class Peers:
             del self._dials[key]
         dial.ended.set()
 
-    async def _greet(self, key: EngineKey, address: RankAddress) -> Peer:
+    async def _greet(self, key: EngineKey, address: RankOffer) -> Peer:
         try:
             with trio.fail_after(self._config.connect_timeout_s):
                 stream = await self._streams.dial(address.host, address.port)
@@ -391,6 +390,14 @@ class Peers:
         in_use = any(peer in sources.peers for sources in self._undiscarded)
         if not in_use and self._peers.get(peer.key) is not peer:
             self._fabric.disconnect(peer.agent)
+
+
+def addressed(ticket: Ticket) -> list[tuple[EngineKey, RankOffer]]:
+    """Every rank's offer of a ticket, and who holds it."""
+    return [
+        (EngineKey(ticket.engine_id, offer.generation, offer.rank), offer)
+        for offer in ticket.ranks
+    ]
 
 
 async def _close(link: Link, within_s: float) -> None:

@@ -31,8 +31,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-import numpy as np
-
 from kvferry.engine.coverage import prove_coverage, prove_inside, region_edges
 from kvferry.engine.runs import Overlap, Pieces, check_pair, pair_parts
 from kvferry.engine.sections import (
@@ -48,12 +46,14 @@ from kvferry.engine.validity import check_layout
 from kvferry.protocol.errors import ImpossiblePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
+    from kvferry.engine.coverage import Rows
     from kvferry.protocol.layout import (
         CacheLayout,
         FieldLayout,
         GroupLayout,
+        Memory,
         PartLayout,
         Shard,
     )
@@ -342,31 +342,38 @@ def _prove(
     peers: Mapping[KeyT, PeerPlan[KeyT]],
 ) -> None:
     """Every row inside registered memory on its side, every wanted byte written once."""
-    rows: dict[
-        tuple[str, Context, str], list[np.ndarray[tuple[int, int], np.dtype[np.uint64]]]
-    ]
-    rows = defaultdict(list)
+    rows: dict[tuple[str, Context, Memory], list[Rows]] = defaultdict(list)
     for key, peer in peers.items():
         for section in peer.sections:
-            prove_inside(
-                section.local_rows,
-                local.regions,
-                memory=section.local_memory,
-                side="consumer",
-            )
-            prove_inside(
-                section.remote_rows,
-                remotes[key].regions,
-                memory=section.remote_memory,
-                side=f"producer {key}",
-            )
+            _prove_inside(section, local, remotes[key], key)
             for stratum, its_rows in section.local_rows_by_stratum():
-                place = (
-                    stratum.key.group,
-                    stratum.key.remote.context,
-                    section.local_memory,
+                context = stratum.key.remote.context
+                rows[stratum.key.group, context, section.local_memory].append(its_rows)
+    for name, group in groups.items():
+        # A class of tokens is written by the ranks that hold it, wholly.
+        for context in _contexts(remotes.values(), name):
+            for memory in {field.memory for field in group.fields}:
+                prove_coverage(
+                    [field for field in group.fields if field.memory == memory],
+                    rows[name, context, memory],
+                    what=f"group {name!r}",
                 )
-                rows[place].append(its_rows)
-    for (name, _, memory), pieces in rows.items():
-        fields = [field for field in groups[name].fields if field.memory == memory]
-        prove_coverage(fields, np.concatenate(pieces), what=f"group {name!r}")
+
+
+def _prove_inside(
+    section: Section, local: CacheLayout, remote: CacheLayout, key: Hashable
+) -> None:
+    prove_inside(
+        section.local_rows, local.regions, memory=section.local_memory, side="consumer"
+    )
+    prove_inside(
+        section.remote_rows,
+        remote.regions,
+        memory=section.remote_memory,
+        side=f"producer {key}",
+    )
+
+
+def _contexts(layouts: Iterable[CacheLayout], name: str) -> set[Context]:
+    groups = (group for layout in layouts for group in layout.groups)
+    return {Side.of(group).context for group in groups if group.name == name}

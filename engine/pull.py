@@ -57,6 +57,7 @@ from kvferry.protocol.lifecycle.pull import (
     RenewLease,
     RunFinish,
     SendReadFinished,
+    SourceFailed,
     WaveLost,
     WaveSettled,
 )
@@ -69,7 +70,7 @@ from kvferry.protocol.link import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from structlog.typing import FilteringBoundLogger
 
@@ -277,8 +278,8 @@ class _Pull:
                 self._start_task(self._connect)
             case AwaitBlocks():
                 self.feed(BlocksReady())
-            case RenewLease():
-                self._renew()
+            case RenewLease(sources=sources):
+                self._renew(sources)
             case PostWave(wave=number):
                 self._post(number)
             case SendReadFinished(source=source):
@@ -305,12 +306,17 @@ class _Pull:
     def _fail(self, error: FerryError) -> None:
         self.feed(PullFailed(error))
 
+    def _fail_source(self, source: int, cause: FerryError) -> None:
+        self.feed(SourceFailed(source, cause))
+
     async def _connect(self) -> None:
         sources = await self._services.peers.sources(self._ticket)
         self._sources = sources
         for number, peer in enumerate(sources.peers):
-            answered = partial(self._answered, number)
-            peer.subscribe(self._attempt, Subscriber(answered, self._fail))
+            subscriber = Subscriber(
+                partial(self._answered, number), partial(self._fail_source, number)
+            )
+            peer.subscribe(self._attempt, subscriber)
         started_at = trio.current_time()
         self._selection = sources.plan.select(
             num_tokens=self._ticket.num_tokens,
@@ -334,26 +340,29 @@ class _Pull:
             case Confirmed():
                 self.feed(ConfirmArrived(source))
             case Refused():
-                self._fail(_REFUSALS[answer.reason]())
+                self._fail_source(source, _REFUSALS[answer.reason]())
             case _:
                 pass  # renewed: its lease runs on the producer's clock
 
-    def _renew(self) -> None:
-        ticket, me = self._ticket, self._services.key
-        renewal = Renew(ticket.request_id, ticket.offer_id, self._attempt, (me.rank,))
-        for peer in self._peers():
-            self._send(peer, renewal)
+    def _renew(self, sources: Iterable[int]) -> None:
+        readers = self._services.key.rank.instance()
+        for source in sources:
+            offer_id = self._ticket.ranks[source].offer_id
+            self._send(
+                source, Renew(self._ticket.request_id, offer_id, self._attempt, readers)
+            )
 
     def _send_read_finished(self, source: int) -> None:
-        ticket = self._ticket
-        question = ReadFinished(ticket.request_id, ticket.offer_id, self._attempt)
-        self._send(self._peers()[source], question)
+        offer_id = self._ticket.ranks[source].offer_id
+        self._send(
+            source, ReadFinished(self._ticket.request_id, offer_id, self._attempt)
+        )
 
-    def _send(self, peer: Peer, message: LinkMessage) -> None:
+    def _send(self, source: int, message: LinkMessage) -> None:
         try:
-            peer.link.post(message)
+            self._peers()[source].link.post(message)
         except PeerLost as error:
-            self._fail(error)
+            self.feed(SourceFailed(source, error))
 
     def _peers(self) -> tuple[Peer, ...]:
         return self._sources.peers if self._sources is not None else ()

@@ -58,13 +58,16 @@ def span_ids(span: Span, *, group: str, side: str) -> Ids:
             ids = np.asarray([ABSENT if i is None else i for i in span.block_ids])
         if ids.size == 0:
             return np.empty(0, dtype=np.int64)
-        if ids.dtype.kind not in "iu" or ids.ndim != 1:
-            raise TypeError(f"{ids.dtype} of {ids.ndim} axes")
-        return ids.astype(np.int64, copy=False, casting="same_kind")
     except (TypeError, ValueError, OverflowError) as exc:
         raise UnknownBlock(
             f"group {group!r}: the {side} block ids are not a list of integers: {exc}"
         ) from exc
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise UnknownBlock(
+            f"group {group!r}: the {side} block ids are not a list of integers but"
+            f" {ids.dtype} of {ids.ndim} axes"
+        )
+    return ids.astype(np.int64, copy=False, casting="unsafe")
 
 
 def check_ids(ids: Ids, *, blocks: int, group: str, side: str) -> None:

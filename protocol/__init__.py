@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvferry.protocol.errors import BadTicket, FerryError
 from kvferry.protocol.identity import EngineKey, ModelIdentity, Rank
 from kvferry.protocol.layout import Shard
-from kvferry.protocol.ticket import RankAddress, Ticket, TicketSpan
+from kvferry.protocol.ticket import RankOffer, Ticket, TicketSpan
 from kvferry.protocol.version import PROTOCOL_VERSION
 
 __all__ = (
@@ -18,7 +18,7 @@ __all__ = (
     "FerryError",
     "ModelIdentity",
     "Rank",
-    "RankAddress",
+    "RankOffer",
     "Shard",
     "Ticket",
     "TicketSpan",

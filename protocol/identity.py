@@ -47,6 +47,14 @@ class Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
     pp: Coordinate = 0
     pp_size: Size = 1
 
+    def instance(self) -> tuple[Rank, ...]:
+        """All ranks of its instance, itself included."""
+        return tuple(
+            Rank(tp, self.tp_size, pp, self.pp_size)
+            for pp in range(self.pp_size)
+            for tp in range(self.tp_size)
+        )
+
     def __str__(self) -> str:
         """``tp0of2.pp0of1``."""
         return f"tp{self.tp}of{self.tp_size}.pp{self.pp}of{self.pp_size}"

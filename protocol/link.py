@@ -33,6 +33,7 @@ __all__ = (
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 OfferId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+Readers = Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1, max_length=1024)]
 Detail = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
@@ -56,7 +57,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True
     request_id: RequestId
     offer_id: OfferId
     attempt: Attempt
-    readers: Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1, max_length=1024)]
+    readers: Readers
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed", forbid_unknown_fields=True):
@@ -102,10 +103,15 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=
 
 
 class Decline(msgspec.Struct, frozen=True, tag="decline", forbid_unknown_fields=True):
-    """Consumer: I am not going to read, or to go on reading."""
+    """Consumer: I am not going to read, or to go on reading.
+
+    Attributes:
+        readers: As in `Renew`: it may be the first that the producer hears of us.
+    """
 
     request_id: RequestId
     offer_id: OfferId
+    readers: Readers
     detail: Detail = ""
 
 

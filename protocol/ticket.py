@@ -6,7 +6,7 @@ blocks are by absolute token position, never by count.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -14,7 +14,10 @@ from kvferry.protocol.errors import BadTicket
 from kvferry.protocol.identity import Rank
 from kvferry.protocol.version import PROTOCOL_VERSION
 
-__all__ = ("MAX_TICKET_BYTES", "RankAddress", "Ticket", "TicketSpan")
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ("MAX_TICKET_BYTES", "RankOffer", "Ticket", "TicketSpan")
 
 MAX_TICKET_BYTES = 16 * 1024 * 1024
 """Longest encoded ticket: a million tokens in blocks of one, in a few groups."""
@@ -24,10 +27,17 @@ BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Protocol = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where one producer rank listens."""
+class RankOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One producer rank's hold on its part of the cache, and where it listens.
+
+    Attributes:
+        generation: Which start of the rank holds the blocks.
+        offer_id: Which offer of the request: a second offer is another one.
+    """
 
     rank: Rank
+    generation: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    offer_id: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     port: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
 
@@ -47,26 +57,44 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A producer's offer, as the consumer needs it.
 
     Attributes:
-        engine_id, generation: Which start of which producer holds the blocks.
+        engine_id: Which instance holds the blocks.
         request_id: The request, as both schedulers call it.
-        offer_id: Which offer of that request: a second offer is another ticket.
         num_tokens: Tokens in the cache; a state belongs to exactly this count.
         lease_s: How long one renewal holds the blocks, in seconds.
-        ranks: Address and coordinates of every producer rank.
+        ranks: The offer of every producer rank.
         spans: Per group the producer's blocks, the same on all its ranks.
     """
 
     engine_id: Name
-    generation: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     request_id: Name
-    offer_id: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     num_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
-    ranks: Annotated[
-        tuple[RankAddress, ...], msgspec.Meta(min_length=1, max_length=4096)
-    ]
+    ranks: Annotated[tuple[RankOffer, ...], msgspec.Meta(min_length=1, max_length=1024)]
     spans: Annotated[dict[Name, TicketSpan], msgspec.Meta(max_length=256)]
     protocol: Protocol = PROTOCOL_VERSION
+
+    @classmethod
+    def merge(cls, tickets: Iterable[Ticket]) -> Ticket:
+        """One ticket out of those that the ranks of one instance made for a request.
+
+        Raises:
+            BadTicket: There is none, they are not of one request, or two are of
+                the same rank.
+        """
+        tickets = tuple(tickets)
+        if not tickets:
+            raise BadTicket("no tickets to merge")
+        first = tickets[0]
+        for other in tickets[1:]:
+            _check_same_request(first, other)
+        ranks = tuple(offer for ticket in tickets for offer in ticket.ranks)
+        if len({offer.rank for offer in ranks}) < len(ranks):
+            raise BadTicket(
+                f"a rank twice among {[str(offer.rank) for offer in ranks]}",
+                request_id=first.request_id,
+            )
+        lease_s = min(ticket.lease_s for ticket in tickets)
+        return msgspec.structs.replace(first, ranks=ranks, lease_s=lease_s)
 
     def to_bytes(self) -> bytes:
         """The ticket as msgpack."""
@@ -128,3 +156,14 @@ def _check_version(envelope: _Envelope) -> None:
             f"ticket of protocol {envelope.protocol},"
             f" this engine speaks {PROTOCOL_VERSION}"
         )
+
+
+def _check_same_request(first: Ticket, other: Ticket) -> None:
+    for fact in ("engine_id", "request_id", "num_tokens", "spans"):
+        ours, theirs = getattr(first, fact), getattr(other, fact)
+        if ours != theirs:
+            raise BadTicket(
+                f"tickets of one request differ in {fact}: {ours!s:.80} and"
+                f" {theirs!s:.80}",
+                request_id=first.request_id,
+            )

@@ -73,9 +73,14 @@ class ReadEnded(Event, frozen=True):
 
 
 class OfferDeclined(Event, frozen=True):
-    """A reader does not read, or does not go on."""
+    """A reader does not read, or does not go on.
+
+    Attributes:
+        readers: As in `RenewArrived`.
+    """
 
     reader: EngineKey
+    readers: tuple[Rank, ...]
 
 
 class WithdrawRequested(Event, frozen=True):
@@ -136,7 +141,8 @@ class OfferMachine(Machine[OfferState]):
         """How often it has been renewed."""
         self._lease_s = lease_s
         self._lease_at = now + lease_s
-        self._instance: tuple[str, str] | None = None  # engine id, generation
+        self._instance: str | None = None  # the readers' engine id
+        self._generations: dict[Rank, str] = {}  # of the readers
         self._expected: frozenset[Rank] | None = None
         self._done: set[Rank] = set()
 
@@ -162,9 +168,7 @@ class OfferMachine(Machine[OfferState]):
             return self._expire(event.reader)
         if self._is_strange(event.reader) or event.reader.rank in self._done:
             return OfferState.OPEN, [RefuseReader(event.reader, RefusedReason.SPENT)]
-        self._claim(event.reader)
-        if self._expected is None:
-            self._expected = frozenset(event.readers) | {event.reader.rank}
+        self._claim(event.reader, event.readers)
         self.epoch += 1
         self._lease_at = now + self._lease_s
         return OfferState.OPEN, [ReportRenewed(event.reader)]
@@ -174,7 +178,7 @@ class OfferMachine(Machine[OfferState]):
             return self._expire(event.reader)
         if self._is_strange(event.reader) or event.reader.rank in self._done:
             return OfferState.OPEN, [RefuseReader(event.reader, RefusedReason.SPENT)]
-        self._claim(event.reader)
+        self._claim(event.reader, (event.reader.rank,))
         return self._count(event.reader.rank, [ConfirmRead(event.reader, self.epoch)])
 
     def _decline(self, event: OfferDeclined, now: float) -> _Decision:
@@ -183,7 +187,7 @@ class OfferMachine(Machine[OfferState]):
         if self._is_strange(event.reader) or event.reader.rank in self._done:
             self.ignored += 1
             return OfferState.OPEN, []
-        self._claim(event.reader)
+        self._claim(event.reader, event.readers)
         return self._count(event.reader.rank, [])
 
     def _withdraw(self, _event: WithdrawRequested, now: float) -> _Decision:
@@ -206,17 +210,22 @@ class OfferMachine(Machine[OfferState]):
         return OfferState.EXPIRED, [refusal, EndOffer()]
 
     def _is_strange(self, reader: EngineKey) -> bool:
-        """Whether another instance has accepted the ticket before."""
-        instance = (reader.engine_id, reader.generation)
-        return self._instance is not None and self._instance != instance
+        """Whether another instance, or another start of the rank, has come before."""
+        generation = self._generations.get(reader.rank, reader.generation)
+        return (self._instance or reader.engine_id, generation) != (
+            reader.engine_id,
+            reader.generation,
+        )
 
-    def _claim(self, reader: EngineKey) -> None:
-        self._instance = (reader.engine_id, reader.generation)
+    def _claim(self, reader: EngineKey, readers: tuple[Rank, ...]) -> None:
+        self._instance = reader.engine_id
+        self._generations[reader.rank] = reader.generation
+        if self._expected is None:
+            self._expected = frozenset(readers) | {reader.rank}
 
     def _count(self, reader: Rank, effects: list[Effect]) -> _Decision:
         self._done.add(reader)
-        expected = self._expected or frozenset({reader})
-        if expected <= self._done:
+        if self._expected is not None and self._expected <= self._done:
             return OfferState.RELEASED, [*effects, EndOffer()]
         return OfferState.OPEN, effects
 

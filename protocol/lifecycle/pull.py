@@ -54,6 +54,7 @@ __all__ = (
     "RenewLease",
     "RunFinish",
     "SendReadFinished",
+    "SourceFailed",
     "WaveLost",
     "WaveSettled",
 )
@@ -108,8 +109,8 @@ class Planned(Event, frozen=True):
 
     Attributes:
         wave_sources: For each wave, in posting order, the index of its source.
-        sources: How many sources there are; one without waves still has to
-            confirm, so that it can release.
+        sources: How many sources there are; one without waves is told that we
+            are done, so that it can release, but its word is not needed.
     """
 
     wave_sources: tuple[int, ...]
@@ -144,6 +145,13 @@ class ConfirmArrived(Event, frozen=True):
     source: int
 
 
+class SourceFailed(Event, frozen=True):
+    """A source refused us, or is gone; it matters while we still need its word."""
+
+    source: int
+    cause: FerryError
+
+
 class FinishEnded(Event, frozen=True):
     """The finish stage has zeroed what it should."""
 
@@ -155,7 +163,7 @@ class FinishFailed(Event, frozen=True):
 
 
 class PullFailed(Event, frozen=True):
-    """Something outside the waves went wrong: a peer, a refusal, the plan, the engine."""
+    """Something outside the waves went wrong: a connection, the plan, the engine."""
 
     cause: FerryError
 
@@ -175,6 +183,7 @@ EVENTS: tuple[type[Event], ...] = (
     WaveSettled,
     WaveLost,
     ConfirmArrived,
+    SourceFailed,
     FinishEnded,
     FinishFailed,
     PullFailed,
@@ -259,6 +268,7 @@ class PullMachine(Machine[PullState]):
         self._grace_s = grace_s
         self._grace_at = deadline_at
         self._is_cancelled = False
+        self._is_finishing = False  # after the finish stage outran its grace
         self._wave_sources: tuple[int, ...] = ()
         self._unsettled: set[int] = set()  # posted, may touch memory
         self._lost: set[int] = set()  # part of _unsettled
@@ -274,7 +284,7 @@ class PullMachine(Machine[PullState]):
                 return self._deadline_at
             case PullState.PLANNED | PullState.READING:
                 return min(self._deadline_at, self._renew_at)
-            case PullState.DRAINING:
+            case PullState.DRAINING | PullState.FINISHING:
                 return self._grace_at
             case _:
                 return None
@@ -286,12 +296,16 @@ class PullMachine(Machine[PullState]):
 
     # Decisions: each is one row's `decide` and runs inside `step` alone.
 
-    def _start(self, event: PullStarted, _now: float) -> _Decision:
+    def _start(self, event: PullStarted, now: float) -> _Decision:
         if event.has_work:
             return PullState.CONNECTING, [Connect()]
         # Nothing was read, so nothing needs the fence: the producer is told in
         # the background, and whether that works changes nothing here (case p4).
-        return PullState.FINISHING, [DeclineOffer(), RunFinish()]
+        return self._run_finish(now, [DeclineOffer()])
+
+    def _run_finish(self, now: float, effects: list[Effect]) -> _Decision:
+        self._grace_at = now + self._grace_s
+        return PullState.FINISHING, [*effects, RunFinish()]
 
     def _plan(self, event: Planned, now: float) -> _Decision:
         sources = range(event.sources)
@@ -302,18 +316,18 @@ class PullMachine(Machine[PullState]):
         self._wave_sources = event.wave_sources
         self._unread = [event.wave_sources.count(source) for source in sources]
         self._needed = set(sources)
-        self._unconfirmed = set(sources)
+        self._unconfirmed = set(event.wave_sources)
         self._renew_at = now + self._renew_every_s
         return PullState.PLANNED, [RenewLease(tuple(sources)), AwaitBlocks()]
 
-    def _read(self, _event: BlocksReady, _now: float) -> _Decision:
+    def _read(self, _event: BlocksReady, now: float) -> _Decision:
         effects = [
             effect
             for source in range(len(self._unread))
             for effect in self._ask(source)
         ]
         if not self._wave_sources:
-            return PullState.CONFIRMING, effects
+            return self._run_finish(now, effects)
         return PullState.READING, [*effects, *self._post()]
 
     def _ask(self, source: int) -> list[Effect]:
@@ -353,15 +367,22 @@ class PullMachine(Machine[PullState]):
         self._lost.add(event.wave)
         return self._fail(event.cause, now)
 
-    def _confirm(self, event: ConfirmArrived, _now: float) -> _Decision:
+    def _confirm(self, event: ConfirmArrived, now: float) -> _Decision:
         """Count a source's confirmation; one that was not asked for changes nothing."""
         if event.source not in self._unconfirmed - self._needed:
             self.ignored += 1
             return self.state, []
         self._unconfirmed.discard(event.source)
         if self.state is PullState.CONFIRMING and not self._unconfirmed:
-            return PullState.FINISHING, [RunFinish()]
+            return self._run_finish(now, [])
         return self.state, []
+
+    def _fail_source(self, event: SourceFailed, now: float) -> _Decision:
+        """One whose word we have, or do not need, changes nothing by going."""
+        if event.source not in self._unconfirmed:
+            self.ignored += 1
+            return self.state, []
+        return self._fail(event.cause, now)
 
     def _finish(self, _event: FinishEnded, _now: float) -> _Decision:
         return PullState.DONE, []
@@ -416,10 +437,27 @@ class PullMachine(Machine[PullState]):
         self._is_cancelled = self._is_cancelled or self.cause is None
         return self._drained()
 
+    def _tick_finishing(self, _event: PullTicked, now: float) -> _Decision:
+        if now < self._grace_at:
+            return PullState.FINISHING, []
+        self.cause = DeadlineExceeded("the finish stage did not end in its grace")
+        self._is_finishing = True
+        return self._quarantine()
+
     def _reclaim(self, event: WaveSettled, _now: float) -> _Decision:
         self.ignored += event.wave not in self._unsettled
         self._unsettled.discard(event.wave)
-        if self._unsettled:
+        return self._reclaimed()
+
+    def _reclaim_finished(
+        self, _event: FinishEnded | FinishFailed, _now: float
+    ) -> _Decision:
+        self.ignored += not self._is_finishing
+        self._is_finishing = False
+        return self._reclaimed()
+
+    def _reclaimed(self) -> _Decision:
+        if self._unsettled or self._is_finishing:
             return PullState.QUARANTINED, []
         return PullState.RECLAIMED, [ReclaimBlocks()]
 
@@ -464,7 +502,8 @@ PullMachine.table = total_table(
             PullTicked: Row(_M._tick, (_S.CONNECTING, _S.FAILED)),
         },
         _S.PLANNED: {
-            BlocksReady: Row(_M._read, (_S.READING, _S.CONFIRMING)),
+            BlocksReady: Row(_M._read, (_S.READING, _S.FINISHING)),
+            SourceFailed: Row(_M._fail_source, (_S.PLANNED, _S.FAILED)),
             PullFailed: _FAIL,
             CancelRequested: _CANCEL,
             PullTicked: Row(_M._tick, (_S.PLANNED, _S.FAILED)),
@@ -475,12 +514,14 @@ PullMachine.table = total_table(
             ),
             WaveLost: Row(_M._lose, (_S.READING, _S.DRAINING, _S.QUARANTINED)),
             ConfirmArrived: Row(_M._confirm, (_S.READING,)),
+            SourceFailed: Row(_M._fail_source, (_S.READING, _S.DRAINING)),
             PullFailed: Row(_M._fail_outside, (_S.DRAINING,)),
             CancelRequested: Row(_M._cancel, (_S.DRAINING,)),
             PullTicked: Row(_M._tick, (_S.READING, _S.DRAINING)),
         },
         _S.CONFIRMING: {
             ConfirmArrived: Row(_M._confirm, (_S.CONFIRMING, _S.FINISHING)),
+            SourceFailed: Row(_M._fail_source, (_S.CONFIRMING, _S.FAILED)),
             PullFailed: _FAIL,
             CancelRequested: _CANCEL,
             PullTicked: Row(_M._tick, (_S.CONFIRMING, _S.FAILED)),
@@ -488,6 +529,7 @@ PullMachine.table = total_table(
         _S.FINISHING: {
             FinishEnded: Row(_M._finish, (_S.DONE,)),
             FinishFailed: Row(_M._fail_finish, (_S.FAILED,)),
+            PullTicked: Row(_M._tick_finishing, (_S.FINISHING, _S.QUARANTINED)),
         },
         _S.DRAINING: {
             WaveSettled: Row(
@@ -499,11 +541,13 @@ PullMachine.table = total_table(
         },
         _S.QUARANTINED: {
             WaveSettled: Row(_M._reclaim, (_S.QUARANTINED, _S.RECLAIMED)),
+            FinishEnded: Row(_M._reclaim_finished, (_S.QUARANTINED, _S.RECLAIMED)),
+            FinishFailed: Row(_M._reclaim_finished, (_S.QUARANTINED, _S.RECLAIMED)),
         },
     },
     ignored={
         # A source that spoke too early, or an answer to what is already decided.
-        _S.CONNECTING: {ConfirmArrived},
+        _S.CONNECTING: {ConfirmArrived, SourceFailed},
         _S.PLANNED: {ConfirmArrived},
         # Completions delivered again.
         _S.CONFIRMING: {WaveSettled, WaveLost},
@@ -513,12 +557,12 @@ PullMachine.table = total_table(
             WaveSettled,
             WaveLost,
             ConfirmArrived,
+            SourceFailed,
             PullFailed,
             CancelRequested,
-            PullTicked,
         },
-        _S.DRAINING: {ConfirmArrived, BlocksReady, Planned, PullFailed},
-        _S.QUARANTINED: _LATE - {WaveSettled},
+        _S.DRAINING: {ConfirmArrived, SourceFailed, BlocksReady, Planned, PullFailed},
+        _S.QUARANTINED: _LATE - {WaveSettled, FinishEnded, FinishFailed},
         **dict.fromkeys(OVER - {_S.QUARANTINED}, _LATE),
     },
 )

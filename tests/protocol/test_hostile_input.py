@@ -23,7 +23,7 @@ from kvferry.protocol.layout import (
     Region,
     Shard,
 )
-from kvferry.protocol.ticket import RankAddress, Ticket, TicketSpan
+from kvferry.protocol.ticket import RankOffer, Ticket, TicketSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,12 +54,10 @@ CARD = Card(
 )
 TICKET = Ticket(
     engine_id="prefill-0",
-    generation="3f2a",
     request_id="req-1",
-    offer_id="o-1",
     num_tokens=37,
     lease_s=30.0,
-    ranks=(RankAddress(Rank(), "10.0.0.1", 7000),),
+    ranks=(RankOffer(Rank(), "3f2a", "o-1", "10.0.0.1", 7000),),
     spans={"full": TicketSpan((3, None, 9), 0), "mamba": TicketSpan((2,))},
 )
 
@@ -94,7 +92,7 @@ MESSAGES: tuple[link.LinkMessage, ...] = (
     link.ReadFinished("r", "o", 3),
     link.Confirmed(KEY, "r", 3, 7),
     link.Refused("r", 3, link.RefusedReason.WITHDRAWN),
-    link.Decline("r", "o", "why"),
+    link.Decline("r", "o", (Rank(),), "why"),
     link.Goodbye("closing"),
 )
 WIRES = (

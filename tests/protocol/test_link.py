@@ -34,16 +34,15 @@ ranks = st.builds(
     pp_size=st.integers(1, 2**16),
 )
 keys = st.builds(EngineKey, ids, ids, ranks)
+readers = st.lists(ranks, min_size=1, max_size=4).map(tuple)
 leases = st.floats(0, 86_400, exclude_min=True)
 messages = st.one_of(
-    st.builds(
-        Renew, ids, ids, attempts, st.lists(ranks, min_size=1, max_size=4).map(tuple)
-    ),
+    st.builds(Renew, ids, ids, attempts, readers),
     st.builds(Renewed, ids, attempts, leases),
     st.builds(ReadFinished, ids, ids, attempts),
     st.builds(Confirmed, keys, ids, attempts, attempts),
     st.builds(Refused, ids, attempts, st.sampled_from(RefusedReason)),
-    st.builds(Decline, ids, ids, st.text("aé🚢", max_size=1024)),
+    st.builds(Decline, ids, ids, readers, st.text("aé🚢", max_size=1024)),
     st.builds(Goodbye, st.text("aé🚢", max_size=1024)),
 )
 
@@ -77,7 +76,7 @@ TOO_MUCH: list[LinkMessage] = [
     Confirmed(EngineKey("", "g", RANK), "r", 0, 0),
     Confirmed(EngineKey("e", "x" * 65, RANK), "r", 0, 0),
     Confirmed(EngineKey("e", "g", RANK), "r", 0, -1),
-    Decline("r", "o", "x" * 1025),
+    Decline("r", "o", (Rank(),), "x" * 1025),
     Goodbye("x" * 1025),
 ]
 
@@ -98,7 +97,7 @@ def test_the_largest_messages_fit_into_a_frame() -> None:
     largest = (
         Renew(wide * 256, wide * 64, last, (rank,) * 1024),
         Confirmed(key, wide * 256, last, last),
-        Decline(wide * 256, wide * 64, wide * 1024),
+        Decline(wide * 256, wide * 64, (Rank(),), wide * 1024),
         Goodbye(wide * 1024),
     )
     for message in largest:
@@ -116,7 +115,7 @@ def test_an_unknown_message_is_refused() -> None:
 def test_a_detail_may_be_left_out() -> None:
     """Nobody owes a reason."""
     for plain in (
-        {"type": "decline", "request_id": "r", "offer_id": "o"},
+        {"type": "decline", "request_id": "r", "offer_id": "o", "readers": [{}]},
         {"type": "goodbye"},
     ):
         message = decode_message(msgspec.msgpack.encode(plain))

@@ -14,7 +14,7 @@ from kvferry.protocol.errors import BadTicket
 from kvferry.protocol.identity import Rank
 from kvferry.protocol.ticket import (
     MAX_TICKET_BYTES,
-    RankAddress,
+    RankOffer,
     Ticket,
     TicketSpan,
 )
@@ -22,12 +22,10 @@ from kvferry.protocol.version import PROTOCOL_VERSION
 
 TICKET = Ticket(
     engine_id="prefill-0",
-    generation="3f2a",
     request_id="req-1",
-    offer_id="o-1",
     num_tokens=37,
     lease_s=30.0,
-    ranks=(RankAddress(Rank(), "10.0.0.1", 7000),),
+    ranks=(RankOffer(Rank(), "3f2a", "o-1", "10.0.0.1", 7000),),
     spans={"full": TicketSpan((3, None, 9), 16), "mamba": TicketSpan((2,))},
 )
 
@@ -37,16 +35,14 @@ spans = st.builds(
     TicketSpan, st.lists(blocks, max_size=6).map(tuple), st.integers(0, 2**40 - 1)
 )
 ranks = st.builds(Rank, tp=st.integers(0, 2**16 - 1), tp_size=st.integers(1, 2**16))
-addresses = st.builds(RankAddress, ranks, names, st.integers(1, 2**16 - 1))
+offers = st.builds(RankOffer, ranks, names, names, names, st.integers(1, 2**16 - 1))
 tickets = st.builds(
     Ticket,
     engine_id=names,
-    generation=names,
     request_id=names,
-    offer_id=names,
     num_tokens=st.integers(1, 2**40 - 1),
     lease_s=st.floats(0, 86_400, exclude_min=True),
-    ranks=st.lists(addresses, min_size=1, max_size=4).map(tuple),
+    ranks=st.lists(offers, min_size=1, max_size=4).map(tuple),
     spans=st.dictionaries(names, spans, max_size=4),
 )
 
@@ -151,3 +147,37 @@ def test_a_ticket_that_is_too_long_is_not_decoded() -> None:
     assert len(payload) < MAX_TICKET_BYTES
     with pytest.raises(BadTicket, match="over"):
         Ticket.from_bytes(bytes(MAX_TICKET_BYTES + 1))
+
+
+def of_rank(tp: int, **changes: Any) -> Ticket:
+    """What one of two ranks makes of the same request."""
+    offer = RankOffer(Rank(tp, 2), f"g{tp}", f"o{tp}", "10.0.0.1", 7000 + tp)
+    return msgspec.structs.replace(TICKET, **{"ranks": (offer,), **changes})
+
+
+def test_merge_lists_every_ranks_offer_once() -> None:
+    """The ranks of an instance make a ticket each; the router hands out one."""
+    merged = Ticket.merge([of_rank(0, lease_s=20.0), of_rank(1)])
+    assert [offer.rank.tp for offer in merged.ranks] == [0, 1]
+    assert merged.lease_s == 20.0
+    assert merged.spans == TICKET.spans
+    assert Ticket.merge([TICKET]) == TICKET
+
+
+@pytest.mark.parametrize(
+    ("tickets", "fact"),
+    [
+        ([], "no tickets"),
+        ([of_rank(0), of_rank(0)], "a rank twice"),
+        ([of_rank(0), of_rank(1, engine_id="x")], "engine_id"),
+        ([of_rank(0), of_rank(1, request_id="x")], "request_id"),
+        ([of_rank(0), of_rank(1, num_tokens=1)], "num_tokens"),
+        ([of_rank(0), of_rank(1, spans={})], "spans"),
+    ],
+)
+def test_merge_refuses_what_is_not_one_request(
+    tickets: list[Ticket], fact: str
+) -> None:
+    """Tickets that differ would pair blocks of different requests."""
+    with pytest.raises(BadTicket, match=fact):
+        Ticket.merge(tickets)

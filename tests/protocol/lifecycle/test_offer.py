@@ -43,10 +43,15 @@ FIRST, SECOND = (EngineKey("decode-0", "a1", rank) for rank in RANKS)
 REBORN = EngineKey("decode-0", "b2", RANKS[0])
 OTHER = EngineKey("decode-1", "a1", RANKS[1])
 STRANGERS = (REBORN, OTHER)
+SIBLING = EngineKey("decode-0", "c3", RANKS[1])  # each rank is a process of its own
 
 
 def renewal(reader: EngineKey, readers: tuple[Rank, ...] = RANKS) -> RenewArrived:
     return RenewArrived(reader, readers)
+
+
+def declined(reader: EngineKey, readers: tuple[Rank, ...] = ()) -> OfferDeclined:
+    return OfferDeclined(reader, readers or (reader.rank,))
 
 
 # What every pair is. "move" has a row, "late" is ignored and counted; no pair is a
@@ -61,7 +66,7 @@ withdrawn  move  move  late    late     late
 SAMPLES: dict[str, Event] = {
     "renew": renewal(FIRST),
     "read": ReadEnded(FIRST),
-    "decline": OfferDeclined(FIRST),
+    "decline": declined(FIRST),
     "withdraw": WithdrawRequested(),
     "tick": OfferTicked(),
 }
@@ -237,22 +242,22 @@ EXAMPLES = [
     Example(
         "n3: a rejected ticket frees the producer at once",
         (),
-        OfferDeclined(FIRST),
+        declined(FIRST),
         S.RELEASED,
         [EndOffer()],
     ),
-    Example("one of two readers declines", ACCEPTED, OfferDeclined(FIRST), S.OPEN, []),
+    Example("one of two readers declines", ACCEPTED, declined(FIRST), S.OPEN, []),
     Example(
         "the last reader declines",
         HALF_READ,
-        OfferDeclined(SECOND),
+        declined(SECOND),
         S.RELEASED,
         [EndOffer()],
     ),
     Example(
         "a decline that comes too late",
         ACCEPTED,
-        OfferDeclined(FIRST),
+        declined(FIRST),
         S.EXPIRED,
         [EndOffer()],
         LEASE_S,
@@ -336,16 +341,32 @@ def test_strangers_are_refused_and_change_nothing(
     no = [refused(stranger, RefusedReason.SPENT)]
     assert machine.step(renewal(stranger), 1.0) == no
     assert machine.step(ReadEnded(stranger), 1.0) == no
-    assert machine.step(OfferDeclined(stranger), 1.0) == []
+    assert machine.step(declined(stranger), 1.0) == []
     assert machine.ignored == 1
     assert facts(machine) == before
+
+
+def test_another_rank_of_the_same_instance_is_no_stranger() -> None:
+    """Each rank of a consumer is a process with a generation of its own."""
+    machine = offer(*ACCEPTED)
+    assert machine.step(renewal(SIBLING), 1.0) == [ReportRenewed(SIBLING)]
+    assert machine.step(renewal(SECOND), 1.0) == [refused(SECOND, RefusedReason.SPENT)]
+
+
+def test_n3_one_of_two_ranks_declines_first_and_the_other_still_reads() -> None:
+    """A decline names the instance's readers: it frees its own part alone."""
+    machine = offer()
+    assert machine.step(declined(FIRST, RANKS), 1.0) == []
+    assert machine.state is S.OPEN
+    assert machine.step(ReadEnded(SECOND), 1.0) == [ConfirmRead(SECOND, 0), EndOffer()]
+    assert machine.state is S.RELEASED
 
 
 def test_a_decline_of_a_reader_that_is_done_is_ignored() -> None:
     """A doubled decline, or one behind a confirmation, is counted and no more."""
     machine = offer(*HALF_READ)
     before = facts(machine)
-    assert machine.step(OfferDeclined(FIRST), 1.0) == []
+    assert machine.step(declined(FIRST), 1.0) == []
     assert machine.ignored == 1
     assert facts(machine) == before
 
@@ -369,7 +390,7 @@ def test_an_offer_is_released_after_exactly_the_expected_readers(
     machine = offer(*(renewal(key, ranks) for key in keys))
     for n, key in enumerate(keys, start=1):
         assert machine.state is S.OPEN
-        machine.step(OfferDeclined(key) if is_declining else ReadEnded(key), 1.0)
+        machine.step(declined(key) if is_declining else ReadEnded(key), 1.0)
         assert machine.done == set(ranks[:n])
     assert machine.state is S.RELEASED
 
@@ -466,7 +487,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.held_until = LEASE_S
-        self.instance: tuple[str, str] | None = None
+        self.instance: str | None = None
+        self.generations: dict[Rank, str] = {}
         self.expected: set[Rank] = set()
         self.done: set[Rank] = set()
         self.ends = 0
@@ -478,8 +500,9 @@ class Ledger:
         if isinstance(event, WithdrawRequested | OfferTicked):
             return
         reader = event.reader
-        instance = (reader.engine_id, reader.generation)
-        is_known = self.instance in {None, instance}
+        is_known = self.instance in {None, reader.engine_id}
+        start = self.generations.get(reader.rank, reader.generation)
+        is_known = is_known and start == reader.generation
         is_due = was_held and is_known and reader.rank not in self.done
         good = {RenewArrived: ReportRenewed, ReadEnded: ConfirmRead}.get(type(event))
         if good is not None:
@@ -487,10 +510,12 @@ class Ledger:
             assert type(effects[0]) is answer
             assert effects[0].reader == reader, "answered another reader"
         if is_due:
-            self.instance = instance
+            self.instance = reader.engine_id
+            self.generations[reader.rank] = reader.generation
+            told = getattr(event, "readers", ())
+            self.expected = self.expected or {*told, reader.rank}
             if isinstance(event, RenewArrived):
                 self.held_until = now + LEASE_S
-                self.expected = self.expected or {*event.readers, reader.rank}
             else:
                 self.done.add(reader.rank)
 
@@ -516,7 +541,7 @@ def drive(machine: OfferMachine, ledger: Ledger, event: Event, now: float) -> No
 def test_every_short_sequence_of_events_agrees_with_the_ledger() -> None:
     """An exhaustive walk: exactly one end, at most one confirmation a reader."""
     readers = (FIRST, SECOND, REBORN)
-    questions = (renewal, ReadEnded, OfferDeclined)
+    questions = (renewal, ReadEnded, declined)
     events = [question(reader) for question in questions for reader in readers]
     events += [WithdrawRequested(), OfferTicked()]
     steps = [(event, passed) for event in events for passed in (0.0, LEASE_S)]
@@ -551,7 +576,7 @@ class OfferModel(RuleBasedStateMachine):
 
     @rule(reader=keys, is_declining=st.booleans())
     def a_reader_ends(self, *, reader: EngineKey, is_declining: bool) -> None:
-        self.let_in(OfferDeclined(reader) if is_declining else ReadEnded(reader))
+        self.let_in(declined(reader) if is_declining else ReadEnded(reader))
 
     @rule(is_likely=st.integers(0, 9))
     def the_producer_withdraws(self, is_likely: int) -> None:

@@ -43,6 +43,7 @@ from kvferry.protocol.lifecycle.pull import (
     RenewLease,
     RunFinish,
     SendReadFinished,
+    SourceFailed,
     WaveLost,
     WaveSettled,
 )
@@ -70,19 +71,19 @@ PLAN = Planned(wave_sources=(0, 1, 0), sources=2)
 # What every pair is. "move" has a row, "late" is ignored and counted, "BUG" is a
 # misuse: its owner broke the contract.
 TABLE = """
-             started planned ready settled lost confirm ended unended failed cancel tick
-new          move    BUG     BUG   BUG     BUG  BUG     BUG   BUG     BUG    move   BUG
-connecting   BUG     move    BUG   BUG     BUG  late    BUG   BUG     move   move   move
-planned      BUG     BUG     move  BUG     BUG  late    BUG   BUG     move   move   move
-reading      BUG     BUG     BUG   move    move move    BUG   BUG     move   move   move
-confirming   BUG     BUG     BUG   late    late move    BUG   BUG     move   move   move
-finishing    BUG     BUG     BUG   late    late late    move  move    late   late   late
-draining     BUG     late    late  move    move late    BUG   BUG     late   move   move
-done         BUG     late    late  late    late late    late  late    late   late   late
-failed       BUG     late    late  late    late late    late  late    late   late   late
-cancelled    BUG     late    late  late    late late    late  late    late   late   late
-quarantined  BUG     late    late  move    late late    late  late    late   late   late
-reclaimed    BUG     late    late  late    late late    late  late    late   late   late
+             started planned ready settled lost confirm gone ended unended failed cancel tick
+new          move    BUG     BUG   BUG     BUG  BUG     BUG  BUG   BUG     BUG    move   BUG
+connecting   BUG     move    BUG   BUG     BUG  late    late BUG   BUG     move   move   move
+planned      BUG     BUG     move  BUG     BUG  late    move BUG   BUG     move   move   move
+reading      BUG     BUG     BUG   move    move move    move BUG   BUG     move   move   move
+confirming   BUG     BUG     BUG   late    late move    move BUG   BUG     move   move   move
+finishing    BUG     BUG     BUG   late    late late    late move  move    late   late   move
+draining     BUG     late    late  move    move late    late BUG   BUG     late   move   move
+done         BUG     late    late  late    late late    late late  late    late   late   late
+failed       BUG     late    late  late    late late    late late  late    late   late   late
+cancelled    BUG     late    late  late    late late    late late  late    late   late   late
+quarantined  BUG     late    late  move    late late    late move  move    late   late   late
+reclaimed    BUG     late    late  late    late late    late late  late    late   late   late
 """
 SAMPLES: dict[str, Event] = {
     "started": PullStarted(),
@@ -91,6 +92,7 @@ SAMPLES: dict[str, Event] = {
     "settled": WaveSettled(0),
     "lost": WaveLost(0, LOST),
     "confirm": ConfirmArrived(0),
+    "gone": SourceFailed(0, LOST),
     "ended": FinishEnded(),
     "unended": FinishFailed(FAILED),
     "failed": PullFailed(EXPIRED),
@@ -117,6 +119,7 @@ TO_FINISHING = (*TO_CONFIRMING, ConfirmArrived(0), ConfirmArrived(1))
 TO_CANCELLING = (*TO_READING, CancelRequested())  # waves 0 and 1 are in flight
 TO_FAILING = (*TO_READING, WaveSettled(1, FAILED))  # wave 0 is in flight
 TO_QUARANTINED = (*TO_FAILING, WaveLost(0, LOST))
+TO_HUNG = (*TO_FINISHING, PullTicked())  # the tick comes at the end of the grace
 PATHS: dict[PullState, tuple[Event, ...]] = {
     S.NEW: (),
     S.CONNECTING: TO_CONNECTING,
@@ -142,7 +145,8 @@ def pull(*events: Event, window: int = WINDOW) -> PullMachine:
         grace_s=GRACE_S,
     )
     for event in events:
-        machine.step(event, 0.0)
+        is_hung = machine.state is S.FINISHING and isinstance(event, PullTicked)
+        machine.step(event, GRACE_S if is_hung else 0.0)
     return machine
 
 
@@ -285,21 +289,35 @@ EXAMPLES = [
         [PostWave(0), PostWave(1)],
     ),
     Example(
-        "a plan without waves only asks for the confirmations",
+        "a plan without waves lets the sources go, and needs nobody's word",
         (*TO_CONNECTING, Planned(wave_sources=(), sources=2)),
         BlocksReady(),
-        S.CONFIRMING,
-        [SendReadFinished(0), SendReadFinished(1)],
+        S.FINISHING,
+        [SendReadFinished(0), SendReadFinished(1), RunFinish()],
     ),
     Example(
-        "a source without waves is asked at once",
+        "a source without waves is let go at once",
         (*TO_CONNECTING, Planned(wave_sources=(1,), sources=2)),
         BlocksReady(),
         S.READING,
         [SendReadFinished(0), PostWave(0)],
     ),
     Example(
+        "a source that is not needed is lost before reading",
+        (*TO_CONNECTING, Planned(wave_sources=(1,), sources=2)),
+        SourceFailed(0, LOST),
+        S.PLANNED,
+        [],
+    ),
+    Example(
         "a source is lost before reading",
+        TO_PLANNED,
+        SourceFailed(0, LOST),
+        S.FAILED,
+        [DeclineOffer()],
+    ),
+    Example(
+        "the engine closes before reading",
         TO_PLANNED,
         PullFailed(LOST),
         S.FAILED,
@@ -416,6 +434,20 @@ EXAMPLES = [
     Example(
         "a source is lost while reading",
         TO_READING,
+        SourceFailed(1, LOST),
+        S.DRAINING,
+        [DeclineOffer()],
+    ),
+    Example(
+        "a source that has confirmed is lost while others are read",
+        (*TO_READING, WaveSettled(1), ConfirmArrived(1)),
+        SourceFailed(1, LOST),
+        S.READING,
+        [],
+    ),
+    Example(
+        "the engine closes while reading",
+        TO_READING,
         PullFailed(LOST),
         S.DRAINING,
         [DeclineOffer()],
@@ -459,7 +491,21 @@ EXAMPLES = [
         [RunFinish()],
     ),
     Example(
+        "a source that has confirmed is lost while others have not",
+        (*TO_CONFIRMING, ConfirmArrived(0)),
+        SourceFailed(0, LOST),
+        S.CONFIRMING,
+        [],
+    ),
+    Example(
         "o2: a source that did not hold on fails the pull",
+        TO_CONFIRMING,
+        SourceFailed(1, EXPIRED),
+        S.FAILED,
+        [DeclineOffer()],
+    ),
+    Example(
+        "the engine closes while confirming",
         TO_CONFIRMING,
         PullFailed(EXPIRED),
         S.FAILED,
@@ -491,6 +537,45 @@ EXAMPLES = [
     Example("the finish stage is through", TO_FINISHING, FinishEnded(), S.DONE, []),
     Example(
         "the finish stage failed", TO_FINISHING, FinishFailed(FAILED), S.FAILED, []
+    ),
+    Example(
+        "an early tick while finishing", TO_FINISHING, PullTicked(), S.FINISHING, []
+    ),
+    Example(
+        "a finish stage that hangs leaves its blocks in quarantine",
+        TO_FINISHING,
+        PullTicked(),
+        S.QUARANTINED,
+        [QuarantineBlocks(())],
+        GRACE_S,
+    ),
+    Example(
+        "a finish stage that hung ends after all",
+        TO_HUNG,
+        FinishEnded(),
+        S.RECLAIMED,
+        [ReclaimBlocks()],
+    ),
+    Example(
+        "a finish stage that hung fails after all",
+        TO_HUNG,
+        FinishFailed(FAILED),
+        S.RECLAIMED,
+        [ReclaimBlocks()],
+    ),
+    Example(
+        "a finish stage that never ran frees no wave",
+        TO_QUARANTINED,
+        FinishEnded(),
+        S.QUARANTINED,
+        [],
+    ),
+    Example(
+        "a finish stage that never ran, and failed, frees no wave",
+        TO_QUARANTINED,
+        FinishFailed(FAILED),
+        S.QUARANTINED,
+        [],
     ),
     Example(
         "one of two drained waves settles",
@@ -684,8 +769,8 @@ def test_a_plan_that_contradicts_itself_poisons(plan: Planned) -> None:
 
 # Deadlines (case o5).
 
-WITHOUT_DEADLINE = {S.NEW, S.FINISHING}
-"""Nothing has been asked of anyone yet; only our own finish stage is awaited."""
+WITHOUT_DEADLINE = {S.NEW}
+"""Nothing has been asked of anyone yet."""
 
 
 @pytest.mark.parametrize("state", S, ids=lambda s: s.value)
@@ -705,7 +790,8 @@ def test_o5_time_alone_ends_every_state_without_new_work(state: PullState) -> No
         now = deadline
         effects += machine.step(PullTicked(), now)
     assert machine.state in {S.FAILED, S.QUARANTINED}
-    assert (machine.state is S.QUARANTINED) == bool(machine.unsettled)
+    expected = bool(machine.unsettled) or state is S.FINISHING
+    assert (machine.state is S.QUARANTINED) == expected
     assert not any(isinstance(e, PostWave | RunFinish | Connect) for e in effects)
     assert now <= DEADLINE_AT + GRACE_S
 
@@ -849,6 +935,7 @@ class Ledger:
         self.asked: set[int] = set()
         self.confirmed: set[int] = set()
         self.finished = False
+        self.is_finishing = False
         self.has_work = True
         self.is_ending = False
 
@@ -860,6 +947,7 @@ class Ledger:
             frozenset(self.asked),
             frozenset(self.confirmed),
             self.finished,
+            self.is_finishing,
             self.has_work,
             self.is_ending,
         )
@@ -874,8 +962,11 @@ class Ledger:
                     self.arrived.add(wave)
             case ConfirmArrived(source=source) if source in self.asked:
                 self.confirmed.add(source)
-            case FinishEnded():
+            case FinishEnded() if self.is_finishing:
                 self.finished = True
+                self.is_finishing = False
+            case FinishFailed():
+                self.is_finishing = False
 
     def see_effect(self, effect: Effect) -> None:
         match effect:
@@ -891,10 +982,14 @@ class Ledger:
             case RenewLease(sources=sources):
                 assert sources
                 assert not set(sources) & self.asked, "renewed with one that was asked"
+            case RunFinish():
+                assert not self.is_finishing, "finished twice"
+                self.is_finishing = True
             case QuarantineBlocks(waves=waves):
                 assert set(waves) == self.in_flight
             case ReclaimBlocks():
                 assert not self.in_flight
+                assert not self.is_finishing
 
     def waves_of(self, source: int) -> set[int]:
         return {w for w, s in enumerate(self.plan.wave_sources) if s == source}
@@ -905,13 +1000,15 @@ class Ledger:
         assert machine.unsettled == self.in_flight
         if machine.state in OVER - {S.QUARANTINED}:
             assert not self.in_flight, "blocks given back under a wave"
+            assert not self.is_finishing, "blocks given back under the finish stage"
         if machine.state is S.QUARANTINED:
-            assert self.in_flight, "blocks kept back for nothing"
+            held = self.in_flight or self.is_finishing
+            assert held, "blocks kept back for nothing"
         if machine.state is S.DONE:
             assert self.finished
         if machine.state in {S.FINISHING, S.DONE} and self.has_work:
             assert self.arrived == set(range(len(self.plan.wave_sources)))
-            assert self.confirmed == set(range(self.plan.sources))
+            assert self.confirmed >= set(self.plan.wave_sources)
         waits_for_nobody = machine.state in OVER | WITHOUT_DEADLINE
         assert (machine.deadline is None) == waits_for_nobody
 
@@ -944,7 +1041,9 @@ def alphabet(plan: Planned) -> Iterator[tuple[Event, float]]:
         yield WaveSettled(wave), 0.0
         yield WaveSettled(wave, FAILED), 0.0
         yield WaveLost(wave, LOST), 0.0
-    yield from ((ConfirmArrived(source), 0.0) for source in range(plan.sources))
+    for source in range(plan.sources):
+        yield ConfirmArrived(source), 0.0
+        yield SourceFailed(source, LOST), 0.0
     yield from ((PullTicked(), at) for at in (0.0, RENEW_EVERY_S, DEADLINE_AT))
 
 
@@ -1032,6 +1131,11 @@ class PullModel(RuleBasedStateMachine):
     @rule(source=st.integers(-1, 5))
     def any_source_confirms(self, source: int) -> None:
         self.let_in(ConfirmArrived(source))
+
+    @rule(source=st.integers(-1, 5), is_likely=st.integers(0, 4))
+    def any_source_goes(self, source: int, is_likely: int) -> None:
+        if not is_likely:
+            self.let_in(SourceFailed(source, LOST))
 
     @rule(is_good=st.booleans())
     def the_finish_stage_answers(self, *, is_good: bool) -> None:
