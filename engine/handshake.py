@@ -143,9 +143,10 @@ async def _introduced(
         await _refuse(framed, RefusalReason.SECRET, error)
         raise
     if differences := ours.differences(card):
-        mismatch = _refused(differences)
-        await _refuse(framed, RefusalReason.DIFFERENCES, mismatch, differences)
-        raise mismatch
+        # The dialler hears the facts as facts, and turns them to its own side.
+        refusal = HandshakeRefused("the two sides differ")
+        await _refuse(framed, RefusalReason.DIFFERENCES, refusal, differences)
+        raise _refused(differences)
     return card
 
 

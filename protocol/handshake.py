@@ -212,12 +212,17 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Mes
 
 def _accepted(message: _Message | Refusal) -> _Message:
     if isinstance(message, Refusal):
-        # The peer writes from its own side: its `local` is our remote.
-        differences = tuple(
-            str(Difference(d.factor, d.remote, d.local)) for d in message.differences
-        )
-        raise HandshakeRefused(
-            f"the peer refused ({message.reason.value}): {message.detail}",
-            differences=differences,
-        )
+        raise _refusal_seen_from_here(message)
     return message
+
+
+def _refusal_seen_from_here(refusal: Refusal) -> HandshakeRefused:
+    # The peer writes from its own side: its `local` is our remote.
+    differences = tuple(
+        str(Difference(d.factor, d.remote, d.local)) for d in refusal.differences
+    )
+    named = f": {'; '.join(differences[:8])}" if differences else ""
+    return HandshakeRefused(
+        f"the peer refused ({refusal.reason.value}): {refusal.detail}{named}",
+        differences=differences,
+    )

@@ -1,0 +1,152 @@
+"""`Child`: a Python process that a test talks to by lines of JSON, and always reaps.
+
+The child runs a script that makes `Answers`, says hello with it, and then lets
+`serve` answer each line of its stdin with one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ANSWER_S = 30.0
+"""Longest wait for an answer: a first import of the bindings takes seconds."""
+
+
+class ChildFailed(Exception):
+    """The child answered with an error, ended, or did not answer in time."""
+
+
+class Child:
+    """A running script; use it as a context manager, or call `reap`."""
+
+    def __init__(
+        self, script: Path, *args: str, env: dict[str, str] | None = None
+    ) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(env or {}), "PYTHONPATH": _import_path()},
+        )
+        self._rest = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, command: str, *args: Any) -> None:
+        """Send a command; `hear` its answer later."""
+        line = json.dumps([command, *args]).encode() + b"\n"
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+
+    def hear(self, *, within_s: float = ANSWER_S) -> Any:
+        """The next answer."""
+        fd = self._process.stdout.fileno()
+        while b"\n" not in self._rest:
+            if not select.select([fd], [], [], within_s)[0]:
+                raise ChildFailed(f"child {self.pid} did not answer in {within_s} s")
+            data = os.read(fd, 1 << 16)
+            if not data:
+                raise ChildFailed(f"child {self.pid} ended: {self._process.wait()}")
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ChildFailed(answer["error"])
+        return answer["result"]
+
+    def ask(self, command: str, *args: Any) -> Any:
+        """Send a command and wait for its answer."""
+        self.tell(command, *args)
+        return self.hear()
+
+    def stop(self) -> None:
+        """SIGSTOP: it hangs, its connections stay."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait()
+
+    def reap(self) -> None:
+        """End it, however it is, and close its pipes."""
+        if self._process.poll() is None:
+            self.kill()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reap()
+
+
+def _import_path() -> str:
+    """Ours, with the repository in front: scripts import ``tests``."""
+    ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), *ours)))
+
+
+class Answers:
+    """In the child: the way back to the test. Make it before anything else.
+
+    It takes the real stdout for itself and leaves stderr in its place, because
+    UCX's own log goes to file descriptor 1 whatever Python does.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.dup(1)
+        os.dup2(2, 1)
+
+    def send(self, result: Any) -> None:
+        self._write({"result": result})
+
+    def fail(self, error: str) -> None:
+        self._write({"error": error})
+
+    def _write(self, answer: dict[str, Any]) -> None:
+        data = json.dumps(answer).encode() + b"\n"
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+
+def serve(
+    answers: Answers,
+    commands: dict[str, Callable[..., Any]],
+    *,
+    idle: Callable[[], object] | None = None,
+    idle_s: float = 0.001,
+) -> None:
+    """In the child: answer commands until stdin ends, calling ``idle`` in between."""
+    rest = b""
+    while True:
+        while b"\n" not in rest:
+            if select.select([0], [], [], idle_s if idle else None)[0]:
+                data = os.read(0, 1 << 16)
+                if not data:
+                    return
+                rest += data
+            elif idle:
+                idle()
+        line, _, rest = rest.partition(b"\n")
+        name, *args = json.loads(line)
+        try:
+            answers.send(commands[name](*args))
+        except Exception as exc:
+            answers.fail(f"{type(exc).__name__}: {exc}")
