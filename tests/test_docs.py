@@ -1,0 +1,54 @@
+"""The README's sample runs, and the drawn tables are those of the code."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def sample() -> str:
+    """The README's one Python block."""
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    return code
+
+
+@pytest.mark.nixl
+def test_the_readmes_sample_runs() -> None:
+    """As it stands, over real NIXL: three blocks arrive and the offer is released."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", sample()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "98304 bytes, released" in done.stdout
+
+
+def test_the_readmes_sample_is_short() -> None:
+    """About twenty lines of the public API: imports and blank lines not counted."""
+    lines = [
+        line
+        for line in sample().splitlines()
+        if line.strip() and not line.startswith(("import", "from"))
+    ]
+    assert len(lines) <= 20
+
+
+def test_the_drawn_lifecycles_are_the_tables() -> None:
+    """`python docs/draw_lifecycles.py > docs/lifecycles.md` has been run."""
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_lifecycles.py"))["page"]()
+    assert (ROOT / "docs" / "lifecycles.md").read_text() == drawn
+
+
+def test_the_readme_is_read_in_one_go() -> None:
+    """Promise, limits, an example: at most 150 lines."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

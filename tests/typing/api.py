@@ -1,0 +1,106 @@
+"""The public face as users write it: type-checked under mypy strict, never run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, assert_type
+
+import torch
+import trio
+
+from kvferry.engine import (
+    AttentionGroup,
+    EngineConfig,
+    FerryError,
+    KVCache,
+    Offer,
+    OfferOutcome,
+    PagedTensor,
+    PeerError,
+    Quarantine,
+    Rank,
+    Shard,
+    Span,
+    StateGroup,
+    StatePart,
+    StateTensor,
+    TransferEngine,
+    TransferReport,
+    open_engine,
+    tp_shard,
+)
+from kvferry.protocol import ModelIdentity, Ticket
+
+if TYPE_CHECKING:
+    from kvferry.protocol.ranges import Ranges
+
+
+def describe(pool: torch.Tensor, conv: torch.Tensor, ssm: torch.Tensor) -> KVCache:
+    """A hybrid cache."""
+    return KVCache(
+        [
+            AttentionGroup(
+                "full",
+                block_size=16,
+                layers={
+                    "layers.0": PagedTensor(
+                        pool,
+                        axes="b k h n d",
+                        heads=tp_shard(total=8, rank=0, size=2),
+                    ),
+                },
+            ),
+            StateGroup(
+                "mamba",
+                layers={
+                    "layers.1": (
+                        StateTensor(
+                            "conv",
+                            conv,
+                            axes="b c w",
+                            parts=(StatePart("x", Shard(1024, 0, 512)),),
+                        ),
+                        StateTensor(
+                            "ssm",
+                            ssm,
+                            axes="b c d",
+                            parts=(StatePart("ssm", Shard(64, 0, 32)),),
+                        ),
+                    ),
+                },
+            ),
+        ]
+    )
+
+
+async def serve(cache: KVCache) -> None:
+    """Both roles."""
+    config = EngineConfig(
+        engine_id="prefill-0",
+        identity=ModelIdentity(model="org/name", revision="abc", dtype="bfloat16"),
+        rank=Rank(tp=0, tp_size=2),
+        listen=("127.0.0.1", 0),
+    )
+    async with open_engine(config, cache) as engine:
+        assert_type(engine, TransferEngine)
+        blocks = {"full": [3, 7, 9], "mamba": [2]}
+        offer = engine.offer("req-1", blocks, num_tokens=37)
+        assert_type(offer, Offer)
+        ticket = Ticket.merge([Ticket.from_dict(offer.ticket.to_dict())])
+        try:
+            report = await engine.pull(
+                ticket,
+                {"full": Span([5, None, 6], first_token=16), "mamba": [0]},
+                computed_tokens=16,
+                deadline_s=3.0,
+            )
+        except PeerError as error:
+            assert_type(error.untrusted, "dict[str, Ranges]")
+        except FerryError as error:
+            assert_type(error.request_id, str | None)
+        else:
+            assert_type(report, TransferReport)
+        assert_type(await offer.wait(), OfferOutcome)
+        assert_type(engine.quarantine, Quarantine)
+        assert_type(engine.quarantine.blocks("full"), frozenset[int])
+        with trio.move_on_after(1):
+            await engine.quarantine.wait_empty()
