@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[1]
 
 def sample() -> str:
     """The README's one Python block."""
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    [code] = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
     return code
 
 

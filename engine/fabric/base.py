@@ -83,11 +83,11 @@ class Notice(NamedTuple):
     payload: bytes
 
 
-class Prepared(abc.ABC):
+class Prepared:
     """Rows that the transport has checked and resolved; `discard` when unused."""
 
 
-class Transfer(abc.ABC):
+class Transfer:
     """A posted transfer, opaque but for its failure.
 
     Attributes:
@@ -160,7 +160,7 @@ class Fabric(abc.ABC):
         """Give prepared rows back; only after every transfer made of them has settled."""
 
     @abc.abstractmethod
-    def post(  # noqa: PLR0913 - the operands of one transfer belong together
+    def post(
         self,
         operation: Operation,
         local: Prepared,

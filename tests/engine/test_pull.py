@@ -58,9 +58,7 @@ async def test_p4_a_full_hit_moves_nothing_and_releases(autojump_clock) -> None:
     """No data operation at all; the producer is told in the background."""
     world, producer, consumer = World(), Pool(), Pool()
     async with world.pair(producer, consumer) as (prefill, decode):
-        offer = prefill.offer(
-            "r", producer.stamp([1, 2], num_tokens=8), num_tokens=8
-        )
+        offer = prefill.offer("r", producer.stamp([1, 2], num_tokens=8), num_tokens=8)
         report = await decode.pull(offer.ticket, {GROUP: []}, computed_tokens=8)
         assert await offer.wait() is OfferOutcome.RELEASED
     assert (report.bytes, report.waves) == (0, 0)
@@ -111,13 +109,9 @@ async def test_a_prefix_that_splits_a_unit_is_refused(autojump_clock) -> None:
     """computed_tokens inside a unit would overwrite tokens that nobody asked for."""
     producer, consumer = Pool(), Pool()
     async with World().pair(producer, consumer) as (prefill, decode):
-        offer = prefill.offer(
-            "r", producer.stamp([1, 2], num_tokens=8), num_tokens=8
-        )
+        offer = prefill.offer("r", producer.stamp([1, 2], num_tokens=8), num_tokens=8)
         with pytest.raises(ImpossiblePlan, match="multiple of 4") as caught:
-            await decode.pull(
-                offer.ticket, {GROUP: Span([3, 4])}, computed_tokens=2
-            )
+            await decode.pull(offer.ticket, {GROUP: Span([3, 4])}, computed_tokens=2)
         # One small message has freed the producer (case n3).
         assert await offer.wait() is OfferOutcome.RELEASED
     assert caught.value.request_id == "r"

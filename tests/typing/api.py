@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, assert_type
+from typing import assert_type
 
 import torch
 import trio
@@ -29,9 +29,7 @@ from kvferry.engine import (
     tp_shard,
 )
 from kvferry.protocol import ModelIdentity, Ticket
-
-if TYPE_CHECKING:
-    from kvferry.protocol.ranges import Ranges
+from kvferry.protocol.ranges import Ranges
 
 
 def describe(pool: torch.Tensor, conv: torch.Tensor, ssm: torch.Tensor) -> KVCache:
@@ -94,7 +92,7 @@ async def serve(cache: KVCache) -> None:
                 deadline_s=3.0,
             )
         except PeerError as error:
-            assert_type(error.untrusted, "dict[str, Ranges]")
+            assert_type(error.untrusted, dict[str, Ranges])
         except FerryError as error:
             assert_type(error.request_id, str | None)
         else:
