@@ -7,6 +7,7 @@ also when a cancellation comes from around the engine.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -308,16 +309,17 @@ async def open_engine(
             engine is closed.
         fabric: The transport; NIXL over UCX by default. The engine closes it.
         streams: Where links come from; TCP by default.
-        logger: A structlog logger; ``structlog.get_logger("kvferry")`` by default.
+        logger: A structlog logger; by default one that writes to the standard
+            library's logger ``kvferry``, so that nothing is printed unasked.
 
     Raises:
         ConfigError: The engine cannot listen where it should.
         MisuseError: The transport cannot register the cache's memory.
     """
     key = EngineKey(config.engine_id, secrets.token_hex(16), config.rank)
-    log = (logger or structlog.get_logger("kvferry")).bind(engine=str(key))
+    log = (logger or _standard_logger()).bind(engine=str(key))
     streams = streams or TcpStreams()
-    fabric = fabric or _nixl(key)
+    fabric = fabric or _nixl(key, log)
     try:
         fabric.register(cache.layout.regions)
         async with trio.open_nursery() as pump_nursery:
@@ -345,9 +347,21 @@ async def open_engine(
         log.info("engine_closed")
 
 
-def _nixl(key: EngineKey) -> Fabric:
+def _standard_logger() -> Any:  # noqa: ANN401 - structlog's own loggers are typed as Any
+    return structlog.wrap_logger(
+        logging.getLogger("kvferry"),
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.processors.format_exc_info,
+            structlog.processors.KeyValueRenderer(key_order=["event"]),
+        ],
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
+
+
+def _nixl(key: EngineKey, log: FilteringBoundLogger) -> Fabric:
     # Imported when needed: the bindings take seconds to load, and tests that
     # bring a fabric of their own can do without.
     from kvferry.engine.fabric.nixl import NixlFabric  # noqa: PLC0415
 
-    return NixlFabric(str(key))
+    return NixlFabric(str(key), log=log)

@@ -169,10 +169,11 @@ class MemoryNetwork:
     def move(self, transfer: _MemoryTransfer, copies: npt.NDArray[np.uint64]) -> None:
         """Send the bytes of a transfer on their way, cut in pieces and shuffled."""
         pieces = self._rng.permutation(_cut(copies, self._rng))
-        batches = np.array_split(pieces, min(BATCHES, len(pieces)))
+        moving = pieces[: round(len(pieces) * transfer.fault.moved)]
+        batches = np.array_split(moving, min(BATCHES, max(len(moving), 1)))
         transfer.batches_left = len(batches)
         delay_s = transfer.fault.delay_s
-        for batch in batches[: round(len(batches) * transfer.fault.moved)]:
+        for batch in batches:
             delay_s += float(batch[:, 2].sum()) / self._bytes_per_s
             self._schedule(_Pieces(transfer.ends, transfer, batch), delay_s)
 
@@ -530,11 +531,13 @@ def _pair(
 def _cut(
     copies: npt.NDArray[np.uint64], rng: np.random.Generator
 ) -> npt.NDArray[np.uint64]:
-    """Cut each copy in two somewhere, which may be at its end."""
-    sizes = copies[:, 2]
-    heads = rng.integers(1, sizes, endpoint=True, dtype=np.uint64)
-    tails = copies + np.stack((heads, heads, np.zeros_like(heads)), 1)
-    tails[:, 2] -= heads
-    pieces = np.concatenate((copies, tails))
-    pieces[: len(copies), 2] = heads
+    """Cut each copy in a random place, and a few long ones in more of them."""
+    parts = -(-BATCHES // len(copies))
+    # Bounds of the parts of each copy: its start, random places, its end.
+    cuts = rng.integers(0, copies[:, 2:], (len(copies), parts), np.uint64)
+    firsts = np.sort(np.concatenate((np.zeros_like(copies[:, 2:]), cuts), 1), axis=1)
+    lasts = np.concatenate((firsts[:, 1:], copies[:, 2:]), 1)
+    pieces = np.repeat(copies, parts + 1, axis=0)
+    pieces[:, :2] += firsts.reshape(-1, 1)
+    pieces[:, 2] = (lasts - firsts).reshape(-1)
     return pieces[pieces[:, 2] > 0]

@@ -8,13 +8,19 @@ listener can be severed, frozen or killed at once.
 from __future__ import annotations
 
 import errno
+import operator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import trio
 
 from kvferry.engine.streams import BoundListener, Streams
 from kvferry.protocol.errors import MisuseError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ("MemoryListener", "MemoryStreams")
 
@@ -57,65 +63,84 @@ class _Pipe:
             await self._flows.wait()
 
 
-class _SendHalf(trio.abc.SendStream):
+class _Half:
+    """What both halves of a pipe have: they can be closed, and used by one task."""
+
     def __init__(self, pipe: _Pipe) -> None:
         self._pipe = pipe
-        self._is_sending = False
+        self._is_busy = False
+        self._is_closed = False
 
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        if self._is_sending:
-            raise trio.BusyResourceError("another task is sending on this stream")
-        self._is_sending = True
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        if self._is_closed:
+            raise trio.ClosedResourceError("this side of the stream is closed")
+        if self._is_busy:
+            raise trio.BusyResourceError("another task uses this side of the stream")
+        self._is_busy = True
         try:
-            await self._send(bytes(data))
+            yield
         finally:
-            self._is_sending = False
+            self._is_busy = False
 
-    async def _send(self, data: bytes) -> None:
+
+class _SendHalf(_Half, trio.abc.SendStream):
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         await trio.lowlevel.checkpoint()
-        for start in range(0, len(data), CHUNK_BYTES):
-            try:
-                await self._pipe.send.send(data[start : start + CHUNK_BYTES])
-            except trio.ClosedResourceError as exc:
-                if self._pipe.is_severed:
-                    raise trio.BrokenResourceError("the stream was severed") from exc
+        with self._use():
+            for start in range(0, len(data), CHUNK_BYTES):
+                await self._send(bytes(data[start : start + CHUNK_BYTES]))
+
+    async def _send(self, chunk: bytes) -> None:
+        try:
+            await self._pipe.send.send(chunk)
+        except trio.ClosedResourceError as exc:
+            if self._is_closed:
                 raise
+            raise trio.BrokenResourceError("the stream was severed") from exc
 
     async def wait_send_all_might_not_block(self) -> None:
         await trio.lowlevel.checkpoint()
+        with self._use():
+            return
 
     async def aclose(self) -> None:
+        self._is_closed = True
         self._pipe.send.close()
         await trio.lowlevel.checkpoint()
 
 
-class _ReceiveHalf(trio.abc.ReceiveStream):
+class _ReceiveHalf(_Half, trio.abc.ReceiveStream):
     def __init__(self, pipe: _Pipe, rng: np.random.Generator) -> None:
-        self._pipe = pipe
+        super().__init__(pipe)
         self._rng = rng
         self._rest = b""
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        if not self._rest:
-            # Kept before the next wait, so that a cancellation loses nothing.
-            self._rest = await self._next_chunk()
-        await self._pipe.wait_flowing()
-        if not self._rest or self._pipe.is_severed:
+        limit = CHUNK_BYTES if max_bytes is None else operator.index(max_bytes)
+        if limit < 1:
+            raise ValueError("max_bytes must be at least 1")
+        await trio.lowlevel.checkpoint()
+        with self._use():
+            await self._fill()
+        limit = min(limit, len(self._rest))
+        if limit == 0 or self._pipe.is_severed:
             return b""
-        limit = min(len(self._rest), max_bytes or CHUNK_BYTES)
         size = int(self._rng.integers(1, limit, endpoint=True))
         piece, self._rest = self._rest[:size], self._rest[size:]
         return piece
 
-    async def _next_chunk(self) -> bytes:
-        try:
-            return await self._pipe.receive.receive()
-        except trio.EndOfChannel:
-            return b""
+    async def _fill(self) -> None:
+        """Have bytes that may be delivered, or none at the end."""
+        if not self._rest:
+            # Kept before the next wait, so that a cancellation loses nothing.
+            with suppress(trio.EndOfChannel):
+                self._rest = await self._pipe.receive.receive()
+        await self._pipe.wait_flowing()
 
     async def aclose(self) -> None:
+        self._is_closed = self._pipe.is_over = True
         self._pipe.receive.close()
-        self._pipe.is_over = True
         await trio.lowlevel.checkpoint()
 
 

@@ -112,7 +112,7 @@ class NixlFabric(Fabric):
         Raises:
             ConfigError: NIXL does not have such a backend, or cannot bring it up.
         """
-        _quiet_bindings()
+        _leave_stdout_alone()
         if enter_device is not None:
             enter_device()
         self.name = name
@@ -362,13 +362,16 @@ class NixlFabric(Fabric):
         return transfer
 
 
-def _quiet_bindings() -> None:
-    """Send NIXL's Python log where the application sends its own.
+def _leave_stdout_alone() -> None:
+    """Keep NIXL and UCX from printing on the application's stdout.
 
     On import the bindings give their logger ``nixl`` a handler that prints INFO
-    to stdout (``nixl/logging.py``, its name is ``consoleHandler``). We take that
-    one away and let records propagate, from WARNING up unless the user asked
-    for more by NIXL_LOG_LEVEL. NIXL's C++ side logs to stderr by itself.
+    to stdout (``nixl/logging.py`` calls it ``consoleHandler``). We take that one
+    away and let records propagate to where the application sends its own, from
+    WARNING up unless NIXL_LOG_LEVEL asks for more. UCX writes its errors, a
+    refused connection for one, to file descriptor 1 unless UCX_LOG_FILE says
+    otherwise; it reads that when the first agent is made. NIXL's C++ side uses
+    stderr by itself.
     """
     logger = logging.getLogger("nixl")
     for handler in tuple(logger.handlers):
@@ -377,6 +380,7 @@ def _quiet_bindings() -> None:
             logger.propagate = True
             if not os.environ.get("NIXL_LOG_LEVEL"):
                 logger.setLevel(logging.WARNING)
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
 
 
 def _create_agent(name: str, backends: Sequence[str], *, progress_thread: bool) -> Any:  # noqa: ANN401 - the bindings are untyped
