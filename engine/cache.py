@@ -13,13 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
+from kvferry.engine.coverage import block_rows, normal_form
 from kvferry.engine.spans import Span
-from kvferry.protocol.errors import CacheError
+from kvferry.engine.tensors import (
+    BLOCK_AXIS,
+    Extent,
+    Strides,
+    as_integers,
+    check_unique,
+    merged_regions,
+    read_strides,
+)
+from kvferry.protocol.errors import CacheError, FerryInternalError
 from kvferry.protocol.layout import (
     SHARD_AXIS,
     TOKEN_AXIS,
@@ -27,14 +34,14 @@ from kvferry.protocol.layout import (
     CacheLayout,
     FieldLayout,
     GroupLayout,
-    Memory,
     PartLayout,
-    Region,
     Shard,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    import torch
 
 
 __all__ = (
@@ -50,13 +57,8 @@ __all__ = (
     "tp_shard",
 )
 
-BLOCK_AXIS = "b"
-PAIR_AXIS = "k"
 STATE_SHARD_AXES = ("c", "h")
 REPLICATED = Shard(1, 0, 1)
-
-# By width, for zeroing: no dtype is too exotic to be set to zero bytes.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def tp_shard(total: int, rank: int, size: int) -> Shard:
@@ -206,11 +208,11 @@ class KVCache:
         names = [group.layout.name for group in described]
         if not names:
             raise CacheError("a cache without groups")
-        _check_unique("group", names, "the cache")
+        check_unique("group", names, "the cache")
         extents = [extent for group in described for extent in group.extents]
         self._views = {group.layout.name: group.views for group in described}
         self.layout = CacheLayout(
-            regions=tuple(_merged(extents)),
+            regions=tuple(merged_regions(extents)),
             groups=tuple(group.layout for group in described),
         )
 
@@ -225,20 +227,10 @@ class KVCache:
         return self._views[group]
 
 
-class _Extent(NamedTuple):
-    """The bytes a view touches, and the storage they lie in."""
-
-    memory: Memory
-    device: int
-    first: int
-    last: int
-    storage: int
-
-
 class _Described(NamedTuple):
     layout: GroupLayout
     views: tuple[TokenView, ...]
-    extents: tuple[_Extent, ...]
+    extents: tuple[Extent, ...]
 
 
 def _describe(group: AttentionGroup | StateGroup) -> _Described:
@@ -252,11 +244,11 @@ def _describe(group: AttentionGroup | StateGroup) -> _Described:
 def _describe_attention(group: AttentionGroup) -> _Described:
     fields: list[FieldLayout] = []
     views: list[TokenView] = []
-    extents: list[_Extent] = []
+    extents: list[Extent] = []
     for layer, given in group.layers.items():
         paged = list(_named_fields(given))
         where = f"group {group.name!r} layer {layer!r}"
-        _check_unique("field", [name for name, _ in paged], where)
+        check_unique("field", [name for name, _ in paged], where)
         for name, tensor in paged:
             strides = _paged_strides(tensor, f"{where} field {name!r}")
             field = _paged_field(layer, name, tensor, strides)
@@ -281,13 +273,13 @@ def _describe_attention(group: AttentionGroup) -> _Described:
 
 def _describe_states(group: StateGroup) -> _Described:
     fields: list[FieldLayout] = []
-    extents: list[_Extent] = []
+    extents: list[Extent] = []
     for layer, given in group.layers.items():
         states = [given] if isinstance(given, StateTensor) else list(given)
         where = f"group {group.name!r} layer {layer!r}"
-        _check_unique("field", [state.name for state in states], where)
+        check_unique("field", [state.name for state in states], where)
         for state in states:
-            strides = _strides(
+            strides = read_strides(
                 (state.tensor,), state.axes, f"{where} field {state.name!r}"
             )
             fields.append(_state_field(layer, state, strides))
@@ -308,129 +300,11 @@ def _named_fields(given: Paged) -> Iterator[tuple[str, PagedTensor]]:
         yield from ((paged.name, paged) for paged in given)
 
 
-class _Strides(NamedTuple):
-    """One field's tensors in plain numbers.
-
-    Attributes:
-        where: Group, layer and field, for messages.
-        names: Of the tensor's axes, in the tensor's order.
-        axes: By name; strides in bytes. The pair axis included.
-        address: Of the element at index 0 of every axis.
-    """
-
-    where: str
-    tensors: tuple[torch.Tensor, ...]
-    names: tuple[str, ...]
-    axes: dict[str, Axis]
-    address: int
-    extents: tuple[_Extent, ...]
-
-    def inner(self, *, without: Sequence[str] = ()) -> tuple[Axis, ...]:
-        """All axes but the block axis and the ones named."""
-        left_out = (BLOCK_AXIS, *without)
-        return tuple(axis for name, axis in self.axes.items() if name not in left_out)
-
-
-def _strides(tensors: tuple[torch.Tensor, ...], axes: str, where: str) -> _Strides:
-    """Read axes off one tensor, or a pair of them.
-
-    Raises:
-        CacheError: The names do not fit the tensor, or the tensor is none of ours.
-    """
-    names = tuple(axes.split())
-    first = tensors[0]
-    extents = tuple(_extent(tensor, where) for tensor in tensors)
-    if len(names) != first.dim():
-        raise CacheError(
-            f"{where}: axes {axes!r} name {len(names)} axes, the tensor of shape"
-            f" {tuple(first.shape)} has {first.dim()}"
-        )
-    _check_unique("axis", names, where)
-    if BLOCK_AXIS not in names:
-        raise CacheError(f"{where}: axes {axes!r} have no block axis {BLOCK_AXIS!r}")
-    width = first.element_size()
-    found = {
-        name: Axis(name, size, stride * width)
-        for name, size, stride in zip(names, first.shape, first.stride(), strict=True)
-    }
-    if len(tensors) > 1:
-        found[PAIR_AXIS] = _pair_axis(tensors, found, where)
-    strides = _Strides(where, tensors, names, found, first.data_ptr(), extents)
-    _check_overlap(strides, width)
-    return strides
-
-
-def _pair_axis(
-    tensors: tuple[torch.Tensor, ...], axes: Mapping[str, Axis], where: str
-) -> Axis:
-    key, value = tensors
-    if PAIR_AXIS in axes:
-        raise CacheError(
-            f"{where}: a pair of tensors makes the axis {PAIR_AXIS!r}, name the others"
-        )
-    for fact, ours, theirs in (
-        ("shape", tuple(key.shape), tuple(value.shape)),
-        ("strides", key.stride(), value.stride()),
-        ("dtype", key.dtype, value.dtype),
-        ("device", key.device, value.device),
-    ):
-        if ours != theirs:
-            raise CacheError(
-                f"{where}: key and value differ in {fact}: {ours} and {theirs}; give them"
-                " as two fields"
-            )
-    return Axis(PAIR_AXIS, 2, value.data_ptr() - key.data_ptr())
-
-
-def _extent(tensor: torch.Tensor, where: str) -> _Extent:
-    if tensor.device.type not in {"cpu", "cuda"} or tensor.layout != torch.strided:
-        raise CacheError(
-            f"{where}: a {tensor.layout} tensor on {tensor.device} cannot be registered"
-        )
-    if tensor.element_size() not in _INTEGERS:
-        raise CacheError(
-            f"{where}: elements of {tensor.element_size()} bytes ({tensor.dtype})"
-        )
-    if tensor.numel() == 0:
-        raise CacheError(f"{where}: no elements in shape {tuple(tensor.shape)}")
-    reach = sum(
-        (size - 1) * stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    first = tensor.data_ptr()
-    on_host = tensor.device.type == "cpu"
-    return _Extent(
-        "DRAM" if on_host else "VRAM",
-        0 if on_host else tensor.device.index or 0,
-        first,
-        first + (reach + 1) * tensor.element_size(),
-        tensor.untyped_storage().data_ptr(),
-    )
-
-
-def _check_overlap(strides: _Strides, width: int) -> None:
-    """No two elements of the field share a byte.
-
-    Axes in order of their strides must each step over all that the smaller ones
-    span. (Views that interleave more cleverly than that are refused, too.)
-    """
-    span = width
-    for axis in sorted(strides.axes.values(), key=lambda axis: abs(axis.stride)):
-        if axis.size == 1:
-            continue
-        if abs(axis.stride) < span:
-            raise CacheError(
-                f"{strides.where}: elements overlap: axis {axis.name!r} steps"
-                f" {axis.stride} bytes over {span} bytes"
-            )
-        span += (axis.size - 1) * abs(axis.stride)
-
-
-def _paged_strides(paged: PagedTensor, where: str) -> _Strides:
+def _paged_strides(paged: PagedTensor, where: str) -> Strides:
     tensors = paged.tensor if isinstance(paged.tensor, tuple) else (paged.tensor,)
     if len(tensors) not in {1, 2}:
         raise CacheError(f"{where}: {len(tensors)} tensors are neither one nor a pair")
-    strides = _strides(tensors, paged.axes, where)
+    strides = read_strides(tensors, paged.axes, where)
     if TOKEN_AXIS not in strides.axes:
         raise CacheError(
             f"{where}: axes {paged.axes!r} have no token axis {TOKEN_AXIS!r}"
@@ -439,7 +313,7 @@ def _paged_strides(paged: PagedTensor, where: str) -> _Strides:
 
 
 def _paged_field(
-    layer: str, name: str, paged: PagedTensor, strides: _Strides
+    layer: str, name: str, paged: PagedTensor, strides: Strides
 ) -> FieldLayout:
     heads, axes = paged.heads, strides.inner()
     if SHARD_AXIS not in strides.axes:
@@ -458,7 +332,7 @@ def _paged_field(
     )
 
 
-def _state_field(layer: str, state: StateTensor, strides: _Strides) -> FieldLayout:
+def _state_field(layer: str, state: StateTensor, strides: Strides) -> FieldLayout:
     sharded = [name for name in STATE_SHARD_AXES if name in strides.axes]
     if TOKEN_AXIS in strides.axes or len(sharded) > 1:
         raise CacheError(
@@ -478,10 +352,10 @@ def _state_field(layer: str, state: StateTensor, strides: _Strides) -> FieldLayo
 
 
 def _parts(
-    state: StateTensor, strides: _Strides, channel_axis: str
+    state: StateTensor, strides: Strides, channel_axis: str
 ) -> Iterator[PartLayout]:
     channels = strides.axes[channel_axis]
-    _check_unique("part", [part.name for part in state.parts], strides.where)
+    check_unique("part", [part.name for part in state.parts], strides.where)
     sizes = {part.name: part.shard.size for part in state.parts}
     if sum(sizes.values()) != channels.size:
         raise CacheError(
@@ -501,7 +375,7 @@ def _parts(
 
 
 def _field(
-    layer: str, name: str, strides: _Strides, parts: tuple[PartLayout, ...]
+    layer: str, name: str, strides: Strides, parts: tuple[PartLayout, ...]
 ) -> FieldLayout:
     block, token = strides.axes[BLOCK_AXIS], strides.axes.get(TOKEN_AXIS)
     tensor, extent = strides.tensors[0], strides.extents[0]
@@ -519,15 +393,11 @@ def _field(
     )
 
 
-def _token_view(field: FieldLayout, strides: _Strides, ratio: int) -> TokenView:
+def _token_view(field: FieldLayout, strides: Strides, ratio: int) -> TokenView:
     order = [strides.names.index(BLOCK_AXIS), strides.names.index(TOKEN_AXIS)]
     order += [axis for axis in range(len(strides.names)) if axis not in order]
-    views = tuple(_as_integers(t).permute(order) for t in strides.tensors)
+    views = tuple(as_integers(t).permute(order) for t in strides.tensors)
     return TokenView(field.layer, field.name, views, field.block_tokens, ratio)
-
-
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(_INTEGERS[tensor.element_size()])
 
 
 def _ratio(block_size: int, field: FieldLayout, where: str) -> int:
@@ -561,7 +431,22 @@ def _common_blocks(
             f"group {group!r}: fields of one block table need equally many blocks:"
             f" {least} has {counts[least]}, {most} has {counts[most]}"
         )
+    _check_shared(group, fields)
     return next(iter(counts.values()))
+
+
+def _check_shared(group: str, fields: Sequence[FieldLayout]) -> None:
+    """No two fields of one block table share a byte of their first block.
+
+    Different groups may share memory: their block ids are never the same blocks.
+    """
+    try:
+        normal_form(block_rows(fields), what=f"group {group!r}")
+    except FerryInternalError as exc:
+        raise CacheError(
+            f"group {group!r}: two fields share memory; leave out layers that use another"
+            f" layer's cache ({exc.detail})"
+        ) from exc
 
 
 def _check_context(group: AttentionGroup) -> None:
@@ -570,6 +455,11 @@ def _check_context(group: AttentionGroup) -> None:
         raise CacheError(
             f"group {group.name!r}: context rank {rank} of {size}, interleave"
             f" {group.context_interleave}"
+        )
+    if size > 1 and group.block_size % group.context_interleave:
+        raise CacheError(
+            f"group {group.name!r}: the block size {group.block_size} is not a multiple"
+            f" of the context interleave {group.context_interleave}"
         )
     if group.window is not None and group.window < 1:
         raise CacheError(f"group {group.name!r}: a window of {group.window} tokens")
@@ -582,28 +472,3 @@ def _check_shard(shard: Shard, steps: int, where: str) -> None:
         raise CacheError(
             f"{where}: {shard} is {shard.size} units, the axis has {steps}"
         )
-
-
-def _check_unique(kind: str, names: Sequence[str], where: str) -> None:
-    for name in names:
-        if not name or names.count(name) > 1:
-            raise CacheError(f"{where}: {kind} name {name!r} is empty or used twice")
-
-
-def _merged(extents: Iterable[_Extent]) -> Iterator[Region]:
-    """Regions to register: overlapping extents joined, and adjacent ones, too.
-
-    Adjacent device extents are joined inside one storage only: two device
-    allocations that happen to touch cannot be registered as one.
-    """
-    for (memory, device), members in groupby(sorted(extents), key=lambda e: e[:2]):
-        first, last, storage = -1, -1, -1
-        for extent in members:
-            joins = extent.first < last or (
-                extent.first == last and (memory == "DRAM" or extent.storage == storage)
-            )
-            if not joins and last > first:
-                yield Region(memory, device, first, last - first)
-            first, last = (first, max(last, extent.last)) if joins else extent[2:4]
-            storage = extent.storage
-        yield Region(memory, device, first, last - first)

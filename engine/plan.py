@@ -202,7 +202,7 @@ class _Pairing(Generic[KeyT]):
         for field in group.fields:
             for part in field.parts:
                 for holders in self._by_context(group, field, part):
-                    for holder, overlap in assign(part, holders, self._reader):
+                    for holder, overlap in assign(field, part, holders, self._reader):
                         yield (
                             holder.key,
                             self._contribution(group, field, part, holder, overlap),
@@ -299,7 +299,10 @@ def _check_contexts(group: str, contexts: Sequence[Context]) -> None:
 
 
 def assign(
-    part: PartLayout, holders: Sequence[Holder[KeyT]], reader: int
+    field: FieldLayout,
+    part: PartLayout,
+    holders: Sequence[Holder[KeyT]],
+    reader: int,
 ) -> list[tuple[Holder[KeyT], Overlap]]:
     """Give every unit of a part to exactly one of its holders.
 
@@ -320,8 +323,8 @@ def assign(
         having = [h for h in holders if _holds(h.part.shard, first, last)]
         if not having:
             raise ImpossiblePlan(
-                f"part {part.name!r}: nobody holds units [{first}, {last}) of"
-                f" {wanted.total}; the holders have"
+                f"layer {field.layer!r} field {field.name!r} part {part.name!r}: nobody"
+                f" holds units [{first}, {last}) of {wanted.total}; the holders have"
                 f" {[(h.part.shard.first, h.part.shard.last) for h in holders]}"
             )
         holder = having[reader % len(having)]

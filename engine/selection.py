@@ -242,6 +242,10 @@ class Selector:
         return self._units[key]
 
     def _token_units(self, key: StratumKey) -> _Units | None:
+        # Both first: a block outside its pool is refused by every rank alike, also
+        # by those that hold none of the wanted tokens.
+        local = self._placement("consumer", key.group, key.local)
+        remote = self._placement("producer", key.group, key.remote)
         first, last = self._wanted(key)
         if first >= last:
             return None
@@ -253,8 +257,8 @@ class Selector:
         if not tokens.size:
             return None
         return _Units(
-            self._placement("consumer", key.group, key.local).units(tokens, unit),
-            self._placement("producer", key.group, key.remote).units(tokens, unit),
+            local.units(tokens, unit),
+            remote.units(tokens, unit),
             (first, last),
         )
 

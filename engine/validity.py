@@ -67,6 +67,12 @@ def _check_group(group: GroupLayout, side: str) -> None:
         raise ImpossiblePlan(
             f"{where}: context rank {group.context_rank} of {group.context_size}"
         )
+    if group.context_size > 1 and group.block_size % group.context_interleave:
+        # Else a span that begins at a block would not begin at a turn of the ranks.
+        raise ImpossiblePlan(
+            f"{where}: the block size {group.block_size} is not a multiple of the"
+            f" context interleave {group.context_interleave}"
+        )
     if not group.block_size and (group.context_size > 1 or group.window is not None):
         raise ImpossiblePlan(f"{where}: a state has neither window nor context ranks")
     seen = set()

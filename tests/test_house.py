@@ -30,7 +30,7 @@ LAYERS = (
     # the face of the protocol
     "protocol.__init__",
     # arithmetic
-    "engine.errors engine.config engine.report engine.spans engine.validity",
+    "engine.errors engine.config engine.report engine.spans engine.tensors engine.validity",
     "engine.cache engine.coverage engine.runs",
     "engine.sections engine.selection",
     "engine.plan engine.explain",
@@ -54,6 +54,7 @@ RANK = {name: i for i, line in enumerate(LAYERS) for name in line.split()}
 THIRD_PARTY = {
     "protocol": {"msgspec"},
     "engine.cache": {"torch", "numpy"},
+    "engine.tensors": {"torch"},
     "engine.spans": {"numpy"},
     "engine.coverage": {"numpy"},
     "engine.runs": {"numpy"},
