@@ -2,8 +2,8 @@
 
 Strides, offsets and addresses come from the tensors themselves; names are never
 trusted over strides. Nothing is copied and nothing computed on: the tensors stay
-the caller's, who keeps them alive, and where they are, until the engine that was
-opened with the cache has closed.
+the caller's, who keeps them where they are until the engine that was opened with the
+cache has closed.
 
 Owned here: every check of what a caller can get wrong, made when the cache is
 described. Not here: what two caches have in common (`kvferry.engine.plan`).
@@ -193,6 +193,8 @@ class TokenView:
 class KVCache:
     """Everything one rank holds, described.
 
+    It keeps the tensors alive; do not resize them or swap their storage.
+
     Attributes:
         layout: The same in plain numbers, as peers see it.
 
@@ -204,7 +206,10 @@ class KVCache:
     layout: CacheLayout
 
     def __init__(self, groups: Iterable[AttentionGroup | StateGroup]) -> None:
-        described = [_describe(group) for group in groups]
+        # Kept, and with them the tensors: memory that a transport has registered
+        # must not be freed under it because a caller let go of a tensor.
+        self._groups = tuple(groups)
+        described = [_describe(group) for group in self._groups]
         names = [group.layout.name for group in described]
         if not names:
             raise CacheError("a cache without groups")

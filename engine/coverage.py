@@ -99,6 +99,7 @@ def normal_form(rows: Rows, *, what: str) -> Rows:
         FerryInternalError: Two rows share a byte of their first block.
     """
     rows = rows[np.lexsort((rows[:, 0], rows[:, 2]))]
+    rows[rows[:, 4] == 1, 3] = 0  # the stride of a single block says nothing
     ends = rows[:-1, 0] + rows[:-1, 1]
     same_device = rows[1:, 2] == rows[:-1, 2]
     twice = np.flatnonzero(same_device & (rows[1:, 0] < ends))

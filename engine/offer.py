@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import trio
 
 from kvferry.engine.pump import Cadence
@@ -28,6 +27,7 @@ from kvferry.protocol.errors import (
     PeerLost,
     ProtocolViolation,
     RequestInUse,
+    UnknownBlock,
 )
 from kvferry.protocol.lifecycle.offer import (
     ConfirmRead,
@@ -137,6 +137,14 @@ def _outcome(machine: OfferMachine) -> OfferOutcome | None:
     return OfferOutcome(machine.state.value)
 
 
+def _is_sendable(request_id: str) -> bool:
+    try:
+        request_id.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return 0 < len(request_id) <= 256
+
+
 def _offer_id(held: _Held) -> str:
     return held.ticket.ranks[0].offer_id  # an engine's own ticket has one rank
 
@@ -184,7 +192,8 @@ class Offers:
 
         Raises:
             RequestInUse: The request has an open offer.
-            MisuseError: The engine has as many offers open as its config allows.
+            MisuseError: The engine has as many offers open as its config allows, or
+                the request id cannot be told to a consumer.
             ConfigError: The engine has no listener: nobody could read.
         """
         if request_id in self._active:
@@ -193,6 +202,10 @@ class Offers:
             raise MisuseError(
                 f"{len(self._active)} offers are open, max_offers allows no more",
                 request_id=request_id,
+            )
+        if not _is_sendable(request_id):
+            raise MisuseError(
+                f"a request id has 1 to 256 characters of Unicode, not {request_id!r:.80}"
             )
         if address is None:
             raise ConfigError("an engine with listen=None cannot offer")
@@ -329,10 +342,12 @@ def ticket_spans(
 ) -> dict[str, TicketSpan]:
     """The producer's blocks as the ticket tells them, after a check.
 
+    Whether a ``None`` or a late beginning is in the way of a consumer depends on
+    what it has already: its plan tells (case p5).
+
     Raises:
         MisuseError: No tokens.
-        UnknownBlock: An id outside its pool, or no block where a consumer will
-            need one: anywhere, or in a group with a window, inside the window.
+        UnknownBlock: An id outside its pool, or a span that ends too early.
         ImpossiblePlan: A span does not begin at a block boundary.
     """
     if num_tokens < 1:
@@ -348,12 +363,11 @@ def _ticket_span(group: GroupLayout, span: Span, num_tokens: int) -> TicketSpan:
     side, name = Side.of(group), group.name
     ids = span_ids(span, group=name, side="producer")
     placement = Placement.of(side, span, ids, group=name, name="producer")
-    if group.block_size:
-        reach = 0 if group.window is None else max(0, num_tokens - group.window + 1)
-        first = reach // side.span_grain * side.span_grain
-        tokens = np.arange(first, num_tokens, group.block_size)
-        tokens = tokens[side.context.holds(tokens)]
-        if tokens.size:
-            placement.units(tokens, side.kernel_tokens)
+    last = placement.first_token + ids.size * side.span_grain
+    if group.block_size and last < num_tokens:
+        raise UnknownBlock(
+            f"group {name!r}: {ids.size} producer blocks from token"
+            f" {placement.first_token} on end at token {last}, {num_tokens} are offered"
+        )
     plain = (None if block == ABSENT else block for block in ids.tolist())
     return TicketSpan(tuple(plain), span.first_token)

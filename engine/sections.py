@@ -324,6 +324,9 @@ def _rows(
     rows[:, :, 0] = addresses[:, None] + placing[:, :1] * np.arange(places)
     rows[:, :, 1] = columns.run[:, None]
     rows[:, :, 2] = placing[:, 1:2]
-    rows[:, :, 3] = placing[:, 2:3]
+    # The stride of a pool of one block says nothing, and transports refuse one
+    # that is shorter than the run.
+    one = side.kernel_blocks == 1
+    rows[:, :, 3] = columns.run[:, None] if one else placing[:, 2:3]
     rows[:, :, 4] = side.kernel_blocks
     return rows.reshape(-1, 5)

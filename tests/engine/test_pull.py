@@ -86,11 +86,24 @@ async def test_p4_a_full_hit_is_done_though_the_producer_is_gone(
 
 
 async def test_p5_a_dropped_block_that_is_needed_is_named(autojump_clock) -> None:
-    """A producer without a window cannot offer None."""
-    producer = Pool()
-    async with World().engine("p", producer) as prefill:
-        with pytest.raises(UnknownBlock, match=r"token 4.*None"):
-            prefill.offer("r", {GROUP: [1, None, 3]}, num_tokens=12)
+    """None is no error in a ticket, only for a consumer that lacks those tokens."""
+    producer, consumer = Pool(), Pool()
+    async with World().pair(producer, consumer) as (prefill, decode):
+        producer.stamp([1, 2, 3], num_tokens=12)
+        offer = prefill.offer("r", {GROUP: [1, None, 3]}, num_tokens=12)
+        with pytest.raises(UnknownBlock, match=r"token 4 .*producer.* is None"):
+            await decode.pull(offer.ticket, {GROUP: [5, 6, 7]})
+        assert consumer.is_untouched()
+        offer = prefill.offer("s", {GROUP: [1, None, 3]}, num_tokens=12)
+        await decode.pull(offer.ticket, {GROUP: [9]}, computed_tokens=8)
+    consumer.check([9], num_tokens=12, first_token=8)
+
+
+async def test_a_producer_span_that_ends_too_early_is_refused(autojump_clock) -> None:
+    """Caught where it is made, not by whoever reads the ticket."""
+    async with World().engine("p", Pool()) as prefill:
+        with pytest.raises(UnknownBlock, match="end at token 8, 9 are offered"):
+            prefill.offer("r", {GROUP: [1, 2]}, num_tokens=9)
 
 
 async def test_p6_the_rest_of_the_last_block_is_zero(autojump_clock) -> None:

@@ -1,0 +1,58 @@
+"""Random pairs of layouts and spans through whole engines on the memory fabric."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import HealthCheck, given, seed, settings
+
+from kvferry.engine.fabric import MemoryNetwork, MemoryStreams
+from tests.crossing import cross
+from tests.planning import Case, cases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def cross_in_memory(case: Case) -> list[str]:
+    """What the oracle finds wrong after a pull on virtual time."""
+
+    async def main() -> list[str]:
+        network = MemoryNetwork(seed=case.seed)
+        wrong, _ = await cross(case, fabric=network.fabric, streams=MemoryStreams())
+        assert not network.closed_in_flight
+        return wrong
+
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    return trio.run(main, clock=clock)
+
+
+def crossing_test(number: int) -> Callable[[], None]:
+    """A quarter of the 2,000 cases, each with a seed of its own."""
+
+    @seed(number)
+    @settings(
+        max_examples=500,
+        derandomize=False,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(cases())
+    def crossing(case: Case) -> None:
+        """Any layout to any layout, handshake to zeros: exact, or a true reason."""
+        if case.refusal is None:
+            assert cross_in_memory(case) == []
+        else:
+            error, reason = case.refusal
+            with pytest.raises(error, match=reason):
+                cross_in_memory(case)
+
+    return crossing
+
+
+test_random_pairs_first_quarter = crossing_test(1)
+test_random_pairs_second_quarter = crossing_test(2)
+test_random_pairs_third_quarter = crossing_test(3)
+test_random_pairs_fourth_quarter = crossing_test(4)
