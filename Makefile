@@ -9,7 +9,7 @@ TYPES := .cache/types
 # many times over otherwise.
 export OMP_NUM_THREADS := 1
 
-.PHONY: env examples-env demo test lint types check clean
+.PHONY: env examples-env demo demo-all test lint types check clean
 
 env: $(VENV)/.core
 
@@ -29,6 +29,10 @@ $(VENV)/.examples: $(VENV)/.core
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/pd_pair/demo.py
+
+# Other architectures, tensor parallelism, block sizes and layouts: one line each.
+demo-all: $(VENV)/.examples
+	$(BIN)/python examples/pd_pair/demo_all.py
 
 test: $(VENV)/.examples
 	$(BIN)/python -m pytest

@@ -39,6 +39,7 @@ from kvferry.engine.errors import (
     UnknownOffer,
     WrongPeer,
 )
+from kvferry.engine.explain import explain
 from kvferry.engine.offer import Offer, OfferOutcome
 from kvferry.engine.quarantine import Quarantine, QuarantineEntry
 from kvferry.engine.report import TransferReport
@@ -87,6 +88,7 @@ __all__ = (
     "UnknownBlock",
     "UnknownOffer",
     "WrongPeer",
+    "explain",
     "open_engine",
     "tp_shard",
 )

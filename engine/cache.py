@@ -21,6 +21,7 @@ from kvferry.engine.tensors import (
     BLOCK_AXIS,
     Extent,
     Strides,
+    as_bytes,
     as_integers,
     check_unique,
     merged_regions,
@@ -216,10 +217,16 @@ class KVCache:
         check_unique("group", names, "the cache")
         extents = [extent for group in described for extent in group.extents]
         self._views = {group.layout.name: group.views for group in described}
+        tensors = [tensor for group in described for tensor in group.tensors]
+        self._storages = {t.untyped_storage().data_ptr(): t for t in tensors}
         self.layout = CacheLayout(
             regions=tuple(merged_regions(extents)),
             groups=tuple(group.layout for group in described),
         )
+
+    def storages(self) -> tuple[torch.Tensor, ...]:
+        """The bytes of every allocation that a tensor lies in, each once."""
+        return tuple(as_bytes(tensor) for tensor in self._storages.values())
 
     def token_views(self, group: str) -> tuple[TokenView, ...]:
         """The attention fields of a group; none for a state group, which is never zeroed.
@@ -236,6 +243,7 @@ class _Described(NamedTuple):
     layout: GroupLayout
     views: tuple[TokenView, ...]
     extents: tuple[Extent, ...]
+    tensors: tuple[torch.Tensor, ...]
 
 
 def _describe(group: AttentionGroup | StateGroup) -> _Described:
@@ -250,6 +258,7 @@ def _describe_attention(group: AttentionGroup) -> _Described:
     fields: list[FieldLayout] = []
     views: list[TokenView] = []
     extents: list[Extent] = []
+    tensors: list[torch.Tensor] = []
     for layer, given in group.layers.items():
         paged = list(_named_fields(given))
         where = f"group {group.name!r} layer {layer!r}"
@@ -261,6 +270,7 @@ def _describe_attention(group: AttentionGroup) -> _Described:
             fields.append(field)
             views.append(_token_view(field, strides, ratio))
             extents += strides.extents
+            tensors += strides.tensors
     blocks = _common_blocks(group.name, fields, [view.ratio for view in views])
     _check_context(group)
     layout = GroupLayout(
@@ -273,12 +283,13 @@ def _describe_attention(group: AttentionGroup) -> _Described:
         context_rank=group.context_rank,
         context_interleave=group.context_interleave,
     )
-    return _Described(layout, tuple(views), tuple(extents))
+    return _Described(layout, tuple(views), tuple(extents), tuple(tensors))
 
 
 def _describe_states(group: StateGroup) -> _Described:
     fields: list[FieldLayout] = []
     extents: list[Extent] = []
+    tensors: list[torch.Tensor] = []
     for layer, given in group.layers.items():
         states = [given] if isinstance(given, StateTensor) else list(given)
         where = f"group {group.name!r} layer {layer!r}"
@@ -289,11 +300,12 @@ def _describe_states(group: StateGroup) -> _Described:
             )
             fields.append(_state_field(layer, state, strides))
             extents += strides.extents
+            tensors += strides.tensors
     blocks = _common_blocks(group.name, fields, [1] * len(fields))
     layout = GroupLayout(
         name=group.name, block_size=0, blocks=blocks, fields=tuple(fields)
     )
-    return _Described(layout, (), tuple(extents))
+    return _Described(layout, (), tuple(extents), tuple(tensors))
 
 
 def _named_fields(given: Paged) -> Iterator[tuple[str, PagedTensor]]:

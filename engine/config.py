@@ -6,13 +6,17 @@ import ipaddress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvferry.engine.cost import CostModel
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.identity import Rank
 
 if TYPE_CHECKING:
+    from kvferry.engine.cost import Landing
     from kvferry.protocol.identity import ModelIdentity
 
 __all__ = ("EngineConfig",)
+
+MAY_BE_ZERO = frozenset({"staging_bytes"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,15 @@ class EngineConfig:
             loop while its bytes are copied (nixl-facts row 2): 2 MiB are about
             half a millisecond on one host.
         window: Waves of one pull in flight at once.
+        landing: ``auto`` lets the cost model choose for each part of the cache
+            whether its runs are read one by one to their places (``direct``), or in
+            long stretches, holes included, that a copy on the destination's device
+            takes apart (``bulk``). ``bulk`` lands everything so that can be.
+        staging_bytes: Most memory, on each device, for what lands in bulk. It is
+            allocated when the first plan needs it. ``window`` x ``wave_bytes`` of it
+            serve one pull, others wait for their turn; less than that, or 0, means
+            that nothing lands in bulk.
+        cost: What the choice is made by.
         poll_s, offered_poll_s, idle_poll_s: How often the pump looks: while
             bytes move, while blocks are on offer, and otherwise. Each look of an
             idle agent costs about 20 us of a core (nixl-facts row 16).
@@ -64,6 +77,9 @@ class EngineConfig:
     drain_grace_s: float = 10.0
     wave_bytes: int = 2 * 1024 * 1024
     window: int = 4
+    landing: Landing = "auto"
+    staging_bytes: int = 64 * 1024 * 1024
+    cost: CostModel = CostModel()  # noqa: RUF009 - frozen
     poll_s: float = 0.0002
     offered_poll_s: float = 0.001
     idle_poll_s: float = 0.01
@@ -83,16 +99,47 @@ class EngineConfig:
         if self.rank.tp_size * self.rank.pp_size > 1024:
             raise ConfigError(f"rank {self.rank}: an instance has at most 1,024 ranks")
         self._check_positive()
+        self._check_landing()
         if self.listen is not None:
-            self._check_address(self.listen[0])
+            host, port = self.listen
+            if not 0 <= port < 2**16:
+                raise ConfigError(f"there is no port {port}")
+            self._check_address(host)
+
+    def check_bound(self, host: str) -> None:
+        """Check the address that the name listened on has led to (case c3).
+
+        Raises:
+            ConfigError: Tickets would name it, and it is no address for that; or
+                others can reach it, and there is no secret.
+        """
+        self._check_address(host)
+        listen = host if self.listen is None else self.listen[0]
+        if not self.advertise and _is_loopback(host) and not _is_loopback(listen):
+            raise ConfigError(
+                f"{listen!r} is {host} here: consumers on other hosts would dial"
+                " themselves; set advertise=<host>, or listen on an address"
+            )
 
     def _check_positive(self) -> None:
         for name, value in vars(self).items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and not value > 0:
+            if is_number and not (value > 0 or (name in MAY_BE_ZERO and value == 0)):
                 raise ConfigError(f"{name} must be positive, not {value}")
         if self.lease_s > 86_400:
             raise ConfigError(f"lease_s is at most a day, not {self.lease_s}")
+
+    def _check_landing(self) -> None:
+        if self.landing not in {"auto", "direct", "bulk"}:
+            raise ConfigError(f"landing is auto, direct or bulk, not {self.landing!r}")
+        if (
+            self.landing == "bulk"
+            and self.staging_bytes < self.window * self.wave_bytes
+        ):
+            raise ConfigError(
+                f"landing='bulk' needs staging_bytes of {self.window} x"
+                f" {self.wave_bytes} (window x wave_bytes), not {self.staging_bytes}"
+            )
 
     def _check_address(self, host: str) -> None:
         """A peer must be able to reach what tickets name, and nobody else (case c3)."""
@@ -121,11 +168,14 @@ def _is_wildcard(host: str) -> bool:
 
 def _is_loopback(host: str) -> bool:
     address = _address(host)
-    return host == "localhost" if address is None else address.is_loopback
+    return host.lower() == "localhost" if address is None else address.is_loopback
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host)
+        address = ipaddress.ip_address(host)
     except ValueError:
         return None
+    if isinstance(address, ipaddress.IPv6Address):
+        return address.ipv4_mapped or address
+    return address

@@ -1,15 +1,16 @@
 """`open_engine` and `TransferEngine`: the nursery that holds everything together.
 
-Owned here: the order in which things start and end. The pump starts first and
-ends last, in a shielded scope, so that a drain always sees its transfers land,
-also when a cancellation comes from around the engine.
+Owned here: the order in which things start and end. The pump ends last, in a
+shielded scope, so that a drain always sees its transfers land, also when a
+cancellation comes from around the engine; the links end just before it, so that
+peers are told.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -23,7 +24,9 @@ from kvferry.engine.peers import Peers
 from kvferry.engine.pull import PullRequest, Pulls, Services
 from kvferry.engine.pump import Pump
 from kvferry.engine.quarantine import Quarantine
+from kvferry.engine.rearrange import Rearranger
 from kvferry.engine.spans import Span
+from kvferry.engine.staging import Staging
 from kvferry.engine.streams import Streams, TcpStreams
 from kvferry.protocol.errors import (
     ConfigError,
@@ -36,7 +39,7 @@ from kvferry.protocol.identity import EngineKey
 from kvferry.protocol.notices import decode_notice
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
     from structlog.typing import FilteringBoundLogger
 
@@ -92,7 +95,10 @@ class TransferEngine:
         )
         self._offers = Offers(key, config, self._pump, log=log)
         self._listener = Listener(config, ours, on_message=self._offers.handle, log=log)
-        self._peers = Peers(config, ours, fabric, streams, nursery, log=log)
+        self._staging = Staging(config, fabric)
+        self._peers = Peers(
+            config, ours, fabric, streams, nursery, staging=self._staging, log=log
+        )
         self._pulls = Pulls(
             Services(
                 config,
@@ -101,6 +107,8 @@ class TransferEngine:
                 fabric,
                 pump=self._pump,
                 peers=self._peers,
+                staging=self._staging,
+                rearranger=Rearranger(cache.storages()),
                 finish=FinishStage(cache),
                 quarantine=self.quarantine,
                 nursery=nursery,
@@ -214,6 +222,7 @@ class TransferEngine:
             "links": len(self._listener),
             "quarantine": len(self.quarantine),
             "unsettled_transfers": self._pump.unsettled,
+            "staging_berths_taken": self._staging.taken_berths,
             "handshakes_refused": self._listener.refused,
             "stray_messages": self._offers.strays,
             "stray_notices": self._stray_notices,
@@ -250,6 +259,11 @@ class TransferEngine:
             bound: BoundListener = await streams.listen(*self.config.listen)
         except OSError as exc:
             raise ConfigError(f"cannot listen on {self.config.listen}: {exc}") from exc
+        try:
+            self.config.check_bound(bound.host)
+        except ConfigError:
+            await bound.aclose()
+            raise
         self.address = (self.config.advertise or bound.host, bound.port)
         nursery.start_soon(self._listener.run, bound)
 
@@ -273,14 +287,9 @@ class TransferEngine:
                 blocks={name: list(ids) for name, ids in entry.blocks.items()},
             )
 
-    async def _run_pump(
-        self,
-        scope: trio.CancelScope,
-        *,
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-    ) -> None:
+    async def _run_pump(self, scope: trio.CancelScope) -> None:
         with scope:
-            await self._pump.run(task_status=task_status)
+            await self._pump.run()
 
 
 def _span(given: Sequence[int | None] | Span, *, first_token: int) -> Span:
@@ -322,29 +331,87 @@ async def open_engine(
     fabric = fabric or _nixl(key, log)
     try:
         fabric.register(cache.layout.regions)
-        async with trio.open_nursery() as pump_nursery:
-            # Shielded: a cancellation from around the engine must not take the
-            # pump away from a pull that drains.
+        with _ungrouped(nurseries=2):
             pump_scope = trio.CancelScope(shield=True)
-            try:
-                async with trio.open_nursery() as nursery:
-                    engine = TransferEngine(
-                        config, key, cache, fabric, streams, nursery, log=log
-                    )
-                    await pump_nursery.start(engine._run_pump, pump_scope)
-                    nursery.start_soon(engine._offers.sweep)
-                    await engine._listen(streams, nursery)
-                    log.info("engine_opened", address=engine.address)
-                    try:
-                        yield engine
-                    finally:
-                        await engine._shut_down()
-                        nursery.cancel_scope.cancel()
-            finally:
-                pump_scope.cancel()
+            services = _Services()
+            async with trio.open_nursery() as pump_nursery:
+                try:
+                    async with trio.open_nursery() as outer:
+                        outer.start_soon(services.run)
+                        try:
+                            await services.opened.wait()
+                            engine = TransferEngine(
+                                config,
+                                key,
+                                cache,
+                                fabric,
+                                streams,
+                                services.nursery,
+                                log=log,
+                            )
+                            # Not with `start`: were it cancelled, it would wait for
+                            # the shielded task, and for ever.
+                            pump_nursery.start_soon(engine._run_pump, pump_scope)
+                            services.nursery.start_soon(engine._offers.sweep)
+                            await engine._listen(streams, services.nursery)
+                            log.info("engine_opened", address=engine.address)
+                            try:
+                                yield engine
+                            finally:
+                                await engine._shut_down()
+                        finally:
+                            services.scope.cancel()
+                finally:
+                    pump_scope.cancel()
     finally:
         fabric.close()
         log.info("engine_closed")
+
+
+class _Services:
+    """A nursery for links, dials and what pulls leave to do.
+
+    In a task of its own and shielded, like the pump: a cancellation from around
+    the engine must take the links away neither from a pull that drains nor from
+    the words that tell a peer about it.
+    """
+
+    nursery: trio.Nursery
+
+    def __init__(self) -> None:
+        self.scope = trio.CancelScope(shield=True)
+        self.opened = trio.Event()
+
+    async def run(self) -> None:
+        """Keep the nursery open until the scope is cancelled."""
+        with self.scope:
+            async with trio.open_nursery() as self.nursery:
+                self.opened.set()
+                await trio.sleep_forever()
+
+
+@contextmanager
+def _ungrouped(*, nurseries: int) -> Iterator[None]:
+    """Let one error out as itself: the nurseries around it are our own business.
+
+    Without this an error that `pull` raises could not be caught by its type
+    around the engine. Several errors at once stay a group.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error = group
+    if error is None:
+        return
+    for _ in range(nurseries):
+        if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+    context = error.__context__
+    try:
+        raise error
+    finally:
+        error.__context__ = context  # and not the group that it was in
 
 
 def _standard_logger() -> Any:  # noqa: ANN401 - structlog's own loggers are typed as Any

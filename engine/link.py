@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvferry.protocol.errors import PeerLost, ProtocolViolation
+from kvferry.protocol.errors import FerryError, PeerLost
 from kvferry.protocol.framing import MAX_LINK_BYTES, FrameDecoder, encode_frame
 from kvferry.protocol.link import Goodbye, decode_message, encode_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvferry.protocol.errors import FerryError
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.link import LinkMessage
 
@@ -152,7 +151,7 @@ class Link:
                     self.end(PeerLost(f"the peer said goodbye: {message.detail}"))
                     return
                 deliver(message)
-        except (PeerLost, ProtocolViolation) as error:
+        except FerryError as error:
             error.peer = str(self.peer)
             self.end(error)
 
@@ -161,6 +160,6 @@ class Link:
             async for payload in self._queue:
                 await self._framed.send(payload)
             self._flushed.set()
-        except PeerLost as error:
+        except FerryError as error:
             error.peer = str(self.peer)
             self.end(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from kvferry.protocol.errors import (
     EngineClosed,
     FerryError,
     FerryInternalError,
+    MisuseError,
     PeerLost,
     PeerUnreachable,
     ProtocolViolation,
@@ -37,8 +39,10 @@ if TYPE_CHECKING:
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.fabric.base import Fabric, Prepared
     from kvferry.engine.handshake import Credentials
+    from kvferry.engine.images import BulkSection
     from kvferry.engine.plan import Plan
-    from kvferry.engine.sections import Section
+    from kvferry.engine.sections import Rows, Section
+    from kvferry.engine.staging import Staging
     from kvferry.engine.streams import Streams
     from kvferry.protocol.handshake import Card
     from kvferry.protocol.link import LinkMessage
@@ -122,7 +126,8 @@ class Sources:
 
     Attributes:
         peers: In the order in which waves number them.
-        prepared: By peer and section of its plan the two sides: ours, theirs.
+        prepared: By peer and section of its plan, those in bulk last, the two
+            sides: ours, theirs.
         users: Pulls that may still make transfers of it, or have one in flight.
         is_stale: One of its peers is gone: discard it when nobody uses it.
     """
@@ -145,7 +150,7 @@ class _Dial:
 class Peers:
     """All remote ranks that this engine reads from."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - built in one place, from its parts
         self,
         config: EngineConfig,
         ours: Credentials,
@@ -153,11 +158,13 @@ class Peers:
         streams: Streams,
         nursery: trio.Nursery,
         *,
+        staging: Staging,
         log: FilteringBoundLogger,
     ) -> None:
         self._config = config
         self._ours = ours
         self._fabric = fabric
+        self._staging = staging
         self._streams = streams
         self._nursery = nursery
         self._log = log
@@ -197,10 +204,12 @@ class Peers:
         Raises:
             PeerError: A rank could not be told; its lease will end.
         """
-        offers = addressed(ticket)
-        await self._connect_all(offers)
-        for key, offer in offers:
-            if peer := self._peers.get(key):
+        errors: list[FerryError] = []
+
+        async def tell(key: EngineKey, offer: RankOffer) -> None:
+            try:
+                await self._connect(key, offer)
+                (peer,) = self._known((key,))
                 peer.link.post(
                     Decline(
                         ticket.request_id,
@@ -209,6 +218,15 @@ class Peers:
                         detail[:1024],
                     )
                 )
+            except FerryError as error:
+                errors.append(error)
+
+        # Each by itself: a rank that is gone must not keep the word from the others.
+        async with trio.open_nursery() as nursery:
+            for key, offer in addressed(ticket):
+                nursery.start_soon(tell, key, offer)
+        if errors:
+            raise errors[0]
 
     def leave(self, sources: Sources) -> None:
         """The caller makes no more transfers of these sources, and none is in flight."""
@@ -245,6 +263,8 @@ class Peers:
     async def _connect(self, key: EngineKey, address: RankOffer) -> None:
         """One handshake per peer, in a task of the engine's: a caller that gives up
         does not take it from the others (case e4)."""
+        if key in self._peers:
+            return  # since the caller looked, by somebody else's dial
         if self._is_closed:
             raise EngineClosed("the engine is closing")
         dial = self._dials.get(key)
@@ -320,31 +340,31 @@ class Peers:
             self._forget(peer, cause)
 
     def _forget(self, peer: Peer, cause: FerryError) -> None:
-        self._peers.pop(peer.key, None)
+        if self._peers.get(peer.key) is peer:
+            del self._peers[peer.key]
+        lost = PeerLost(cause.detail, peer=str(peer.key))
+        lost.__cause__ = cause
+        peer.lose(lost)
         for keys, sources in tuple(self._sources.items()):
             if peer in sources.peers:
                 del self._sources[keys]
                 sources.is_stale = True
                 self._discard_unused(sources)
         self._disconnect_unused(peer)
-        lost = PeerLost(cause.detail, peer=str(peer.key))
-        lost.__cause__ = cause
-        peer.lose(lost)
         self._log.info("peer_forgotten", peer=str(peer.key), cause=str(cause))
 
     def _prepare(self, keys: tuple[EngineKey, ...]) -> Sources:
         peers = self._known(keys)
-        plan = prepare_plan(
-            self._ours.card.layout,
-            {peer.key: peer.card.layout for peer in peers},
-            reader=self._config.rank.tp,
-            skip_groups=self._config.skip_groups,
-        )
+        plan = self._plan(peers)
         sources = Sources(peers, plan, [[] for _ in peers])
         try:
             for peer, pairs in zip(peers, sources.prepared, strict=True):
                 for section in plan.peers[peer.key].sections:
-                    pairs.append(self._prepare_section(peer, section))
+                    rows = section.local_rows
+                    pairs.append(self._prepare_section(peer, section, rows))
+                for bulk in plan.peers[peer.key].bulk:
+                    rows = self._staging.rows(bulk)
+                    pairs.append(self._prepare_section(peer, bulk, rows))
         except FerryError:
             self._discard(sources)
             raise
@@ -352,10 +372,30 @@ class Peers:
         self._undiscarded.add(sources)
         return sources
 
+    def _plan(self, peers: Sequence[Peer]) -> Plan[EngineKey]:
+        """Plan, without bulk landings if there is no memory for them."""
+        while True:
+            policy = self._staging.policy()
+            plan = prepare_plan(
+                self._ours.card.layout,
+                {peer.key: peer.card.layout for peer in peers},
+                reader=self._config.rank.tp,
+                skip_groups=self._config.skip_groups,
+                policy=policy,
+            )
+            try:
+                for peer in peers:
+                    self._staging.make_room(plan.peers[peer.key].bulk)
+            except MisuseError as error:
+                self._log.warning("no_staging", error=str(error))
+                self._staging.switch_off()
+            else:
+                return plan
+
     def _prepare_section(
-        self, peer: Peer, section: Section
+        self, peer: Peer, section: Section | BulkSection, rows: Rows
     ) -> tuple[Prepared, Prepared]:
-        ours = self._fabric.prepare(None, section.local_memory, section.local_rows)
+        ours = self._fabric.prepare(None, section.local_memory, rows)
         try:
             theirs = self._fabric.prepare(
                 peer.agent, section.remote_memory, section.remote_rows
@@ -382,14 +422,27 @@ class Peers:
 
     def _discard(self, sources: Sources) -> None:
         for prepared in chain.from_iterable(chain.from_iterable(sources.prepared)):
-            self._fabric.discard(prepared)
+            self._let_go(partial(self._fabric.discard, prepared))
         sources.prepared.clear()
 
     def _disconnect_unused(self, peer: Peer) -> None:
-        """Let the fabric forget a peer that is gone, once nothing of it is in use."""
-        in_use = any(peer in sources.peers for sources in self._undiscarded)
-        if not in_use and self._peers.get(peer.key) is not peer:
-            self._fabric.disconnect(peer.agent)
+        """Let the fabric forget an agent, once nothing of it is in use.
+
+        By the agent's name: after a link broke, the same one may be connected
+        anew while transfers of before are still in flight.
+        """
+        peers = chain(
+            self._peers.values(), *(sources.peers for sources in self._undiscarded)
+        )
+        if all(other.agent != peer.agent for other in peers):
+            self._let_go(partial(self._fabric.disconnect, peer.agent))
+
+    def _let_go(self, call: Callable[[], None]) -> None:
+        """What the transport does not give back costs memory, and no request."""
+        try:
+            call()
+        except FerryError as error:
+            self._log.warning("let_go_failed", error=str(error))
 
 
 def addressed(ticket: Ticket) -> list[tuple[EngineKey, RankOffer]]:

@@ -31,7 +31,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+from kvferry.engine.cost import LandingPolicy
 from kvferry.engine.coverage import prove_coverage, prove_inside, region_edges
+from kvferry.engine.images import choose
 from kvferry.engine.runs import Overlap, Pieces, check_pair, pair_parts
 from kvferry.engine.sections import (
     Contribution,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from kvferry.engine.coverage import Rows
+    from kvferry.engine.images import BulkSection
     from kvferry.protocol.layout import (
         CacheLayout,
         FieldLayout,
@@ -124,6 +127,7 @@ def prepare_plan(
     *,
     reader: int = 0,
     skip_groups: frozenset[str] = frozenset(),
+    policy: LandingPolicy = LandingPolicy(),  # noqa: B008 - frozen
 ) -> Plan[KeyT]:
     """Pair a consumer's layout with its producers', and prove that it is covered.
 
@@ -135,6 +139,7 @@ def prepare_plan(
         reader: The consumer rank's number: readers of a replicated unit spread over
             its holders by it.
         skip_groups: Local groups that the caller has agreed not to transfer.
+        policy: Whether short runs may land in bulk; by default all land directly.
 
     Raises:
         ImpossiblePlan: The layouts cannot be paired, or one of them contradicts
@@ -150,18 +155,15 @@ def prepare_plan(
     for group in groups.values():
         for key, contribution in pairing.of_group(group):
             contributions[key].append(contribution)
-    edges = region_edges(local.regions)
-    peers = {
-        key: PeerPlan(
-            key,
-            build_sections(
-                contributions[key],
-                local_edges=edges,
-                remote_edges=region_edges(remote.regions),
-            ),
+    local_edges = region_edges(local.regions)
+    peers = {}
+    for key, remote in remotes.items():
+        edges = (local_edges, region_edges(remote.regions))
+        chosen = choose(contributions[key], policy, edges=edges, regions=remote.regions)
+        sections = build_sections(
+            chosen.direct, local_edges=edges[0], remote_edges=edges[1]
         )
-        for key, remote in remotes.items()
-    }
+        peers[key] = PeerPlan(key, sections, chosen.bulk, chosen.choices)
     _prove(local, remotes, groups, peers)
     return Plan(peers, groups)
 
@@ -352,6 +354,11 @@ def _prove(
             for stratum, its_rows in section.local_rows_by_stratum():
                 context = stratum.key.remote.context
                 rows[stratum.key.group, context, section.local_memory].append(its_rows)
+        for bulk in peer.bulk:
+            bulk.prove_read()
+            context = bulk.key.remote.context
+            rows[bulk.key.group, context, bulk.local_memory].append(bulk.written_rows())
+            _prove_bulk_inside(bulk, local, remotes[key], key)
     for name, group in groups.items():
         # A class of tokens is written by the ranks that hold it, wholly.
         for context in _contexts(remotes.values(), name):
@@ -373,6 +380,20 @@ def _prove_inside(
         section.remote_rows,
         remote.regions,
         memory=section.remote_memory,
+        side=f"producer {key}",
+    )
+
+
+def _prove_bulk_inside(
+    bulk: BulkSection, local: CacheLayout, remote: CacheLayout, key: Hashable
+) -> None:
+    prove_inside(
+        bulk.written_rows(), local.regions, memory=bulk.local_memory, side="consumer"
+    )
+    prove_inside(
+        bulk.remote_rows,
+        remote.regions,
+        memory=bulk.remote_memory,
         side=f"producer {key}",
     )
 

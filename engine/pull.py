@@ -21,7 +21,7 @@ from kvferry.engine.guard import guarded
 from kvferry.engine.peers import Subscriber
 from kvferry.engine.quarantine import QuarantineEntry
 from kvferry.engine.report import TransferReport
-from kvferry.engine.selection import Selector
+from kvferry.engine.selection import BulkSelection, Selector
 from kvferry.engine.spans import Span
 from kvferry.engine.waves import cut
 from kvferry.protocol.errors import (
@@ -80,7 +80,9 @@ if TYPE_CHECKING:
     from kvferry.engine.peers import Answer, Peer, Peers, Sources
     from kvferry.engine.pump import Pump
     from kvferry.engine.quarantine import Quarantine
+    from kvferry.engine.rearrange import Rearranger
     from kvferry.engine.selection import Selection
+    from kvferry.engine.staging import Berth, Staging
     from kvferry.engine.waves import Wave
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.layout import CacheLayout
@@ -93,6 +95,9 @@ __all__ = ("PullRequest", "Pulls", "Services")
 RENEWALS_PER_LEASE = 3
 """So that two renewals may be late before a lease runs out."""
 
+SHORTEST_RENEWAL_S = 0.01
+"""A ticket may name any lease: nobody's ticket makes us flood a link."""
+
 
 @dataclass(frozen=True)
 class Services:
@@ -104,6 +109,8 @@ class Services:
     fabric: Fabric
     pump: Pump
     peers: Peers
+    staging: Staging
+    rearranger: Rearranger
     finish: FinishStage
     quarantine: Quarantine
     nursery: trio.Nursery
@@ -177,7 +184,7 @@ class _Pull:
         self._machine = PullMachine(
             window=config.window,
             deadline_at=request.deadline_at,
-            renew_every_s=ticket.lease_s / RENEWALS_PER_LEASE,
+            renew_every_s=max(ticket.lease_s / RENEWALS_PER_LEASE, SHORTEST_RENEWAL_S),
             grace_s=config.drain_grace_s,
         )
         self._inbox: deque[Event] = deque()
@@ -189,6 +196,7 @@ class _Pull:
         self._sources: Sources | None = None
         self._selection: Selection[EngineKey] | None = None
         self._waves: tuple[Wave, ...] = ()
+        self._berth: Berth | None = None
         self._plan_s = 0.0
         self._entry: QuarantineEntry | None = None
         self._bug: FerryError | None = None
@@ -205,22 +213,28 @@ class _Pull:
     async def run(self) -> TransferReport:
         """To the one outcome: a report, an error, or the caller's cancellation."""
         has_work = self._request.computed_tokens < self._ticket.num_tokens
-        async with trio.open_nursery() as self._nursery:
-            self.feed(PullStarted(has_work))
-            try:
-                await self._drive_guarded()
-            except trio.Cancelled:
-                self.feed(CancelRequested())
-                # The machine's own deadlines bound the drain.
-                with trio.CancelScope(shield=True):
-                    await self._drive_guarded()
-                raise
-            finally:
-                self._leave()
+        try:
+            async with trio.open_nursery() as self._nursery:
+                self.feed(PullStarted(has_work))
+                await self._drive_to_the_end()
                 self._nursery.cancel_scope.cancel()
+        finally:
+            # Only now: in its very last step a task of the nursery may still have
+            # come by sources.
+            self._leave()
         if self._machine.state is not PullState.DONE:
             raise self._error()
         return self._report()
+
+    async def _drive_to_the_end(self) -> None:
+        try:
+            await self._drive_guarded()
+        except trio.Cancelled:
+            self.feed(CancelRequested())
+            # The machine's own deadlines bound the drain.
+            with trio.CancelScope(shield=True):
+                await self._drive_guarded()
+            raise
 
     async def _drive_guarded(self) -> None:
         await guarded(self._drive, on_failure=self._abandon, log=self._log)
@@ -238,7 +252,9 @@ class _Pull:
             deadline = self._machine.deadline
             if deadline is not None and now >= deadline:
                 self._step(PullTicked())
-            while self._inbox and self._machine.state not in OVER:
+            # One event between two checkpoints: its effects may post a wave, which
+            # on one host is copied inside the call and answered at once.
+            if self._inbox and self._machine.state not in OVER:
                 self._step(self._inbox.popleft())
         while self._inbox:  # late ones are counted
             self._step(self._inbox.popleft())
@@ -277,7 +293,7 @@ class _Pull:
             case Connect():
                 self._start_task(self._connect)
             case AwaitBlocks():
-                self.feed(BlocksReady())
+                self._start_task(self._await_blocks)
             case RenewLease(sources=sources):
                 self._renew(sources)
             case PostWave(wave=number):
@@ -335,6 +351,12 @@ class _Pull:
         wave_sources = tuple(wave.source for wave in self._waves)
         self.feed(Planned(wave_sources, len(sources.peers)))
 
+    async def _await_blocks(self) -> None:
+        """Take room in the staging buffer if any is needed: no wave ever waits for it."""
+        if any(wave.is_bulk for wave in self._waves):
+            self._berth = await self._services.staging.take()
+        self.feed(BlocksReady())
+
     def _answered(self, source: int, answer: Answer) -> None:
         match answer:
             case Confirmed():
@@ -373,16 +395,18 @@ class _Pull:
         if self._sources is None:
             raise FerryInternalError("a wave was posted before the plan")
         ours, theirs = self._sources.prepared[wave.source][selected.index]
+        remote_ids = selected.remote_ids[wave.slice]
+        if isinstance(selected, BulkSelection):
+            cell = self._held_berth().enter(number)
+            local_ids = self._services.staging.ids(selected.section, cell, remote_ids)
+        else:
+            local_ids = selected.local_ids[wave.slice]
         try:
             transfer = self._services.fabric.post(
-                Operation.READ,
-                ours,
-                selected.local_ids[wave.slice],
-                theirs,
-                selected.remote_ids[wave.slice],
+                Operation.READ, ours, local_ids, theirs, remote_ids
             )
         except FerryError as error:
-            self.feed(WaveSettled(number, error))
+            self._settle(number, error)
             return
         self._services.pump.track(transfer, partial(self._progressed, number))
 
@@ -391,8 +415,40 @@ class _Pull:
     ) -> None:
         if progress is Progress.LOST and cause is not None:
             self.feed(WaveLost(number, cause))
+        elif (
+            cause is None
+            and self._waves[number].is_bulk
+            and self._machine.state is PullState.READING
+        ):
+            self._services.nursery.start_soon(self._rearrange, number)
         else:
-            self.feed(WaveSettled(number, cause))
+            self._settle(number, cause)
+
+    def _settle(self, number: int, cause: FerryError | None = None) -> None:
+        if self._berth is not None:
+            self._berth.leave(number)
+        self.feed(WaveSettled(number, cause))
+
+    async def _rearrange(self, number: int) -> None:
+        """In the engine's nursery: until it ends, the wave may touch our blocks."""
+        await guarded(
+            partial(self._put_in_place, number),
+            on_failure=partial(self._settle, number),
+            log=self._log,
+        )
+
+    async def _put_in_place(self, number: int) -> None:
+        _, selected, wave = self._waves[number]
+        if isinstance(selected, BulkSelection):
+            cell = self._held_berth().of(number)
+            landed = self._services.staging.cell(selected.section, cell)
+            await self._services.rearranger.run(selected, wave, landed)
+        self._settle(number)
+
+    def _held_berth(self) -> Berth:
+        if self._berth is None:
+            raise FerryInternalError("a wave landed in bulk without a berth")
+        return self._berth
 
     async def _finish(self) -> None:
         """In the engine's nursery: a pull that is cancelled now is done all the same."""
@@ -469,6 +525,9 @@ class _Pull:
         if self._sources is not None and not self._machine.unsettled:
             self._services.peers.leave(self._sources)
             self._sources = None
+        if self._berth is not None and not self._machine.unsettled:
+            self._services.staging.give_back(self._berth)
+            self._berth = None
 
     def _error(self) -> FerryError:
         """The failure, with what is known of it around it (invariant 9)."""
@@ -495,6 +554,7 @@ class _Pull:
             num_tokens=self._ticket.num_tokens,
             computed_tokens=self._request.computed_tokens,
             bytes=selection.bytes,
+            bulk_bytes=selection.bulk_bytes,
             descriptors=selection.descriptors,
             waves=len(self._waves),
             zeroed_tokens=selection.zeroed_slots,

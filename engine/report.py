@@ -22,6 +22,8 @@ class TransferReport:
             the state after exactly this many.
         computed_tokens: Tokens the consumer had before.
         bytes: Bytes that were read.
+        bulk_bytes: How many of them landed in a staging buffer first; they may have
+            holes that nobody needed.
         descriptors: Runs that they came in.
         waves: Bounded posts that the runs were posted in.
         zeroed_tokens: Token slots that the finish stage zeroed, summed over groups.
@@ -40,4 +42,5 @@ class TransferReport:
     waves: int
     zeroed_tokens: int
     phases_s: Mapping[str, float]
+    bulk_bytes: int = 0
     skipped_groups: tuple[str, ...] = ()

@@ -52,6 +52,7 @@ class Pieces(NamedTuple):
         run_bytes: Length of each.
         local_step, remote_step: Bytes from a unit to the next in the same kernel
             block; 0 for a state.
+        loops: What is left of the nest around a run; unrolled, it is the offsets.
     """
 
     local: npt.NDArray[np.int64]
@@ -59,6 +60,7 @@ class Pieces(NamedTuple):
     run_bytes: int
     local_step: int
     remote_step: int
+    loops: tuple[Loop, ...]
 
 
 def check_pair(
@@ -132,6 +134,7 @@ def pair_parts(
         run,
         unit_tokens * ours[TOKEN_AXIS].stride if unit_tokens else 0,
         unit_tokens * theirs[TOKEN_AXIS].stride if unit_tokens else 0,
+        tuple(rest),
     )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from kvferry.engine.images import BulkSection, Choice
     from kvferry.engine.runs import Pieces
     from kvferry.engine.spans import Side
     from kvferry.protocol.layout import Memory
@@ -35,6 +36,7 @@ __all__ = (
     "Stratum",
     "StratumKey",
     "build_sections",
+    "joined_runs",
 )
 
 MAX_DESCRIPTORS = 2**31 - 1
@@ -151,10 +153,19 @@ class Section:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerPlan(Generic[KeyT]):
-    """Everything to prepare for one remote rank; no sections if nothing is read there."""
+    """Everything to prepare for one remote rank; no sections if nothing is read there.
+
+    Attributes:
+        key: The rank.
+        sections: What lands at its place.
+        bulk: What lands in a staging buffer; numbered behind the sections.
+        choices: Why, if there was a choice.
+    """
 
     key: KeyT
     sections: tuple[Section, ...]
+    bulk: tuple[BulkSection, ...] = ()
+    choices: tuple[Choice, ...] = ()
 
     @property
     def rows_bytes(self) -> int:
@@ -310,6 +321,15 @@ def _joined(
     return _Columns(
         local[heads], remote[heads], np.add.reduceat(run, heads), placing[heads]
     )
+
+
+def joined_runs(
+    members: Sequence[Contribution],
+    edges: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+) -> npt.NDArray[np.int64]:
+    """Lengths of the runs that some contributions of one stratum come to at a unit."""
+    placings = list(dict.fromkeys(member.placing for member in members))
+    return _joined(_columns(members, placings), edges).run
 
 
 def _rows(

@@ -29,12 +29,20 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from kvferry.engine.images import BulkSection, Image
     from kvferry.engine.sections import PeerPlan, Section, Stratum, StratumKey
     from kvferry.protocol.layout import GroupLayout
 
     Ids = npt.NDArray[np.int64]
 
-__all__ = ("SectionSelection", "Selection", "Selector", "Tail")
+__all__ = (
+    "BulkSelection",
+    "Piece",
+    "SectionSelection",
+    "Selection",
+    "Selector",
+    "Tail",
+)
 
 KeyT = TypeVar("KeyT", bound="Hashable")
 
@@ -61,7 +69,8 @@ class SectionSelection:
     """The descriptors of one section that a request needs, in the order to post them.
 
     Attributes:
-        index: Which of the `PeerPlan.sections` it belongs to.
+        index: Which of the `PeerPlan.sections` it belongs to, those in bulk counted
+            behind the others.
         local_ids, remote_ids: int32 ``[D]``, C-contiguous, paired.
         segment_runs: Bytes of each descriptor, one number per segment, int64 ``[S]``.
         segment_sizes: Descriptors in each segment, int64 ``[S]``.
@@ -76,7 +85,7 @@ class SectionSelection:
     @property
     def descriptors(self) -> int:
         """How many descriptors."""
-        return self.local_ids.size
+        return self.remote_ids.size
 
     @cached_property
     def bytes(self) -> int:
@@ -117,6 +126,91 @@ class SectionSelection:
             first = last
 
 
+class Piece(NamedTuple):
+    """What a wave brings of one image of a bulk section: some blocks, all their units.
+
+    Attributes:
+        image: Which image.
+        slot: Of the first block, counted from the wave's first.
+        blocks: How many blocks.
+        local: Kernel block and place here of each unit, ``[U]`` each.
+        remote: Its block, counted from the first, and its place there.
+        is_whole: Every place of every block is wanted, in order.
+    """
+
+    image: Image
+    slot: int
+    blocks: int
+    local: tuple[Ids, Ids]
+    remote: tuple[Ids, Ids]
+    is_whole: bool
+
+
+@dataclass(frozen=True, eq=False)
+class BulkSelection(SectionSelection):
+    """The images of one bulk section that a request needs: each at each block.
+
+    There are no local ids before a wave has been given room in the staging buffer.
+
+    Attributes:
+        section: The section.
+        firsts: Number of the first unit of each block, and of all units, ``[B + 1]``.
+        local, remote: Block and place of each unit, on either side, ``[U]`` each.
+    """
+
+    section: BulkSection
+    firsts: Ids
+    local: tuple[Ids, Ids]
+    remote: tuple[Ids, Ids]
+
+    @classmethod
+    def of(cls, index: int, section: BulkSection, units: _Units) -> BulkSelection:
+        """Group the units by the blocks that they are read with."""
+        pool = section.key.remote.kernel_blocks
+        place, block = np.divmod(units.remote, pool)
+        # A block that is listed again, for other tokens, is read again.
+        is_next = (block[1:] != block[:-1]) | (place[1:] <= place[:-1])
+        firsts = np.flatnonzero(np.concatenate(([True], is_next, [True])))
+        base = np.arange(len(section.images), dtype=np.int32) * np.int32(pool)
+        shape = (base.size, firsts.size - 1)
+        remote_ids = np.empty(shape, dtype=np.int32)
+        _outer_sum(base, block[firsts[:-1]], remote_ids)
+        number = np.repeat(np.arange(shape[1]), np.diff(firsts))
+        local_place, local_block = np.divmod(
+            units.local, section.key.local.kernel_blocks
+        )
+        return cls(
+            index,
+            np.empty(0, dtype=np.int32),
+            remote_ids.reshape(-1),
+            np.array([section.image_bytes], dtype=np.int64),
+            np.array([remote_ids.size], dtype=np.int64),
+            section,
+            firsts,
+            (local_block, local_place),
+            (number, place),
+        )
+
+    def pieces(self, wave: slice) -> Iterator[Piece]:
+        """What a wave consists of."""
+        blocks = self.firsts.size - 1
+        at = wave.start
+        while at < wave.stop:
+            number, first = divmod(at, blocks)
+            last = min(blocks, first + wave.stop - at)
+            units = slice(self.firsts[first], self.firsts[last])
+            count = units.stop - units.start
+            yield Piece(
+                self.section.images[number],
+                at - wave.start,
+                last - first,
+                (self.local[0][units], self.local[1][units]),
+                (self.remote[0][units] - first, self.remote[1][units]),
+                count == (last - first) * self.section.key.remote_places,
+            )
+            at += last - first
+
+
 def _bytes_before(first: int, ends: Ids, byte_ends: Ids, runs: Ids) -> int:
     at = int(np.searchsorted(ends, first, side="right"))
     return int(byte_ends[at] - (ends[at] - first) * runs[at])
@@ -150,6 +244,16 @@ class Selection(Generic[KeyT]):
     def bytes(self) -> int:
         """Bytes to move, of all peers."""
         return sum(part.bytes for parts in self.peers.values() for part in parts)
+
+    @property
+    def bulk_bytes(self) -> int:
+        """How many of them land in bulk."""
+        return sum(
+            part.bytes
+            for parts in self.peers.values()
+            for part in parts
+            if isinstance(part, BulkSelection)
+        )
 
     @property
     def descriptors(self) -> int:
@@ -222,7 +326,7 @@ class Selector:
         found: dict[KeyT, tuple[SectionSelection, ...]] = {}
         if self._computed_tokens < self._num_tokens:
             for key, peer in peers.items():
-                parts = tuple(self._sections(peer.sections))
+                parts = (*self._sections(peer.sections), *self._bulk(peer))
                 if parts:
                     found[key] = parts
             self._check_partition()
@@ -234,6 +338,12 @@ class Selector:
             present = [(s, units) for s, units in chosen if units is not None]
             if present:
                 yield _section_selection(index, present)
+
+    def _bulk(self, peer: PeerPlan[KeyT]) -> Iterator[SectionSelection]:
+        for index, section in enumerate(peer.bulk, start=len(peer.sections)):
+            units = self._stratum_units(section.key)
+            if units is not None:
+                yield BulkSelection.of(index, section, units)
 
     def _stratum_units(self, key: StratumKey) -> _Units | None:
         if key not in self._units:

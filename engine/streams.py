@@ -62,7 +62,11 @@ class TcpStreams(Streams):
 
     async def dial(self, host: str, port: int) -> trio.SocketStream:
         """Connect, to whichever of the host's addresses answers first."""
-        return await trio.open_tcp_stream(host, port)
+        try:
+            return await trio.open_tcp_stream(host, port)
+        except ValueError as exc:
+            # Not even a name; tickets bring what they like.
+            raise OSError(f"{host!r} is not a host: {exc}") from exc
 
     async def listen(self, host: str, port: int) -> TcpListener:
         """Bind to the first address that the host resolves to."""

@@ -22,6 +22,7 @@ __all__ = (
     "PAIR_AXIS",
     "Extent",
     "Strides",
+    "as_bytes",
     "as_integers",
     "check_unique",
     "merged_regions",
@@ -166,6 +167,12 @@ def _check_overlap(strides: Strides, width: int) -> None:
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as integers of the elements' width: zero bytes are zero."""
     return tensor.detach().view(_INTEGERS[tensor.element_size()])
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the allocation that a tensor lies in, as one axis; no copy."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage())
 
 
 def check_unique(kind: str, names: Sequence[str], where: str) -> None:

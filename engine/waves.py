@@ -9,6 +9,8 @@ from __future__ import annotations
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvferry.engine.selection import BulkSelection
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -30,6 +32,11 @@ class Wave(NamedTuple):
     source: int
     selected: SectionSelection
     slice: slice
+
+    @property
+    def is_bulk(self) -> bool:
+        """Whether it lands in the staging buffer."""
+        return isinstance(self.selected, BulkSelection)
 
 
 def cut(

@@ -7,7 +7,7 @@ crossed is its caller's choice.
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvferry.engine import EngineConfig, Rank, open_engine
 from kvferry.protocol import ModelIdentity, Ticket
@@ -27,7 +27,11 @@ REQUEST = "crossing"
 
 
 async def cross(
-    case: Case, *, fabric: Callable[[str], Fabric], streams: Streams | None = None
+    case: Case,
+    *,
+    fabric: Callable[[str], Fabric],
+    streams: Streams | None = None,
+    **consumer: Any,
 ) -> tuple[list[str], TransferReport]:
     """Pull the case's request; what the oracle finds wrong, and the report.
 
@@ -35,22 +39,29 @@ async def cross(
         case: One consumer rank, all ranks of a producer.
         fabric: Makes a transport for an engine, by a name of ours.
         streams: Where the links come from; TCP by default.
+        consumer: More of the consumer's configuration.
 
     Raises:
         FerryError: As `offer` and `pull` do.
     """
     async with AsyncExitStack() as stack:
         ticket = await offered(case, stack, fabric, streams)
-        return await pulled(case, ticket, fabric("consumer"), streams)
+        return await pulled(case, ticket, fabric("consumer"), streams, **consumer)
 
 
 async def pulled(
-    case: Case, ticket: Ticket, fabric: Fabric, streams: Streams | None
+    case: Case,
+    ticket: Ticket,
+    fabric: Fabric,
+    streams: Streams | None,
+    **settings: Any,
 ) -> tuple[list[str], TransferReport]:
     """The consumer's half."""
     consumer = case.consumer_pool()
     rank = Rank(case.consumer_rank, case.consumer_tp)
-    config = EngineConfig(engine_id="consumer", identity=IDENTITY, rank=rank)
+    config = EngineConfig(
+        engine_id="consumer", identity=IDENTITY, rank=rank, **settings
+    )
     async with open_engine(
         config, consumer.cache, fabric=fabric, streams=streams
     ) as engine:

@@ -2,42 +2,66 @@
 
 `World` opens engines that share a `MemoryNetwork`, a `MemoryStreams` and a log;
 `Pool` is a small dense cache whose elements are stamps: a function of (layer,
-key/value, head, token, element), so that a wrong byte shows wherever it is.
+key/value, global head, token, element), so that a wrong byte shows wherever it is.
+`Process` is an engine that can be killed, and `Impostor` a peer that follows a
+script instead of the protocol.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, Self
 
 import structlog
 import torch
 import trio
+import trio.testing
 
 from kvferry.engine import (
     AttentionGroup,
     EngineConfig,
     KVCache,
+    Offer,
     PagedTensor,
+    PeerLost,
+    Rank,
+    StateGroup,
+    StatePart,
+    StateTensor,
     TransferEngine,
     open_engine,
     tp_shard,
 )
 from kvferry.engine.fabric import MemoryNetwork, MemoryStreams
-from kvferry.protocol import ModelIdentity
+from kvferry.engine.handshake import Credentials, answer
+from kvferry.protocol import ModelIdentity, Ticket
+from kvferry.protocol.handshake import Card
+from kvferry.protocol.identity import EngineKey
+from kvferry.protocol.ticket import RankOffer, TicketSpan
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from kvferry.engine.link import FramedStream
 
 IDENTITY = ModelIdentity(model="org/tiny", revision="1", dtype="float64")
 POISON = -1.0
 GROUP = "full"
+STATE = "state"
+LOOKS = {"poll_s": 0.001, "offered_poll_s": 0.02, "idle_poll_s": 0.1}
+"""Fewer looks of the pump than by default: virtual minutes cost real time."""
 
 
 class Pool:
-    """A dense cache of stamps; float64 holds each of them exactly."""
+    """A dense cache of stamps; float64 holds each of them exactly.
+
+    Args:
+        heads: Of the whole model; ``tp`` says which of them this rank holds.
+        tp: Rank and size.
+        slots: Slots of a state group `STATE`, sharded like the heads; 0 has none.
+    """
 
     def __init__(
         self,
@@ -47,25 +71,35 @@ class Pool:
         block_size: int = 4,
         heads: int = 2,
         dim: int = 3,
+        tp: tuple[int, int] = (0, 1),
+        slots: int = 0,
+        group: str = GROUP,
+        dtype: torch.dtype = torch.float64,
+        window: int | None = None,
     ) -> None:
         self.block_size = block_size
-        shape = (blocks, 2, heads, block_size, dim)
-        self.tensors = [
-            torch.full(shape, POISON, dtype=torch.float64) for _ in range(layers)
+        self.group = group
+        shard = tp_shard(total=heads, rank=tp[0], size=tp[1])
+        self.heads = range(shard.first, shard.last)
+        shape = (blocks, 2, shard.size, block_size, dim)
+        self.tensors = [torch.full(shape, POISON, dtype=dtype) for _ in range(layers)]
+        self.states = torch.full((slots, shard.size, dim), POISON, dtype=dtype)
+        groups: list[AttentionGroup | StateGroup] = [
+            AttentionGroup(
+                group,
+                block_size=block_size,
+                layers={
+                    f"layers.{i}": PagedTensor(tensor, "b k h n d", shard)
+                    for i, tensor in enumerate(self.tensors)
+                },
+                window=window,
+            )
         ]
-        shard = tp_shard(total=heads, rank=0, size=1)
-        self.cache = KVCache(
-            [
-                AttentionGroup(
-                    GROUP,
-                    block_size=block_size,
-                    layers={
-                        f"layers.{i}": PagedTensor(tensor, "b k h n d", shard)
-                        for i, tensor in enumerate(self.tensors)
-                    },
-                )
-            ]
-        )
+        if slots:
+            parts = (StatePart("ssm", shard),)
+            state = StateTensor("ssm", self.states, axes="b c d", parts=parts)
+            groups.append(StateGroup(STATE, layers={"layers.s": (state,)}))
+        self.cache = KVCache(groups)
 
     def stamp(
         self, block_ids: Sequence[int], *, num_tokens: int, salt: int = 0
@@ -78,7 +112,12 @@ class Pool:
                 self.tensors[layer][block_ids[block], :, :, slot] = (
                     1e12 + token if stale else self._stamps(layer, token, salt)
                 )
-        return {GROUP: list(block_ids)}
+        return {self.group: list(block_ids)}
+
+    def stamp_state(self, slot: int, *, salt: int = 0) -> dict[str, list[int]]:
+        """Fill a slot with a request's state; the ids as `offer` takes them."""
+        self.states[slot] = self._state_stamps(salt)
+        return {STATE: [slot]}
 
     def check(
         self,
@@ -102,15 +141,156 @@ class Pool:
                     )
             assert torch.equal(tensor, expected), f"layer {layer}"
 
+    def holds(
+        self, block_ids: Sequence[int], *, num_tokens: int, salt: int = 0
+    ) -> bool:
+        """Whether the blocks hold a request's tokens and zeros; others may hold anything."""
+        for layer, tensor in enumerate(self.tensors):
+            for token in range(len(block_ids) * self.block_size):
+                place, slot = divmod(token, self.block_size)
+                found = tensor[block_ids[place], :, :, slot]
+                wanted = self._stamps(layer, token, salt) if token < num_tokens else 0
+                if not bool((found == wanted).all()):
+                    return False
+        return True
+
+    def check_state(self, slot: int, *, salt: int = 0) -> None:
+        """The state in its slot, poison in all others."""
+        expected = torch.full_like(self.states, POISON)
+        expected[slot] = self._state_stamps(salt)
+        assert torch.equal(self.states, expected)
+
     def is_untouched(self) -> bool:
         """Whether every element is still poison."""
-        return all(bool((tensor == POISON).all()) for tensor in self.tensors)
+        return all(
+            bool((tensor == POISON).all()) for tensor in (*self.tensors, self.states)
+        )
+
+    def fill(self, block_ids: Sequence[int], value: float) -> None:
+        """Reuse blocks: write over all of them."""
+        for tensor in self.tensors:
+            tensor[list(block_ids)] = value
+
+    def is_filled(self, block_ids: Sequence[int], value: float) -> bool:
+        """Whether nothing has been written since `fill`."""
+        return all(bool((t[list(block_ids)] == value).all()) for t in self.tensors)
+
+    def extents(self, block_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Address and size of every stretch of the blocks."""
+        return [
+            (tensor[block].data_ptr(), tensor[block].nbytes)
+            for tensor in self.tensors
+            for block in block_ids
+        ]
 
     def _stamps(self, layer: int, token: int, salt: int) -> torch.Tensor:
-        _, pair, heads, _, dim = self.tensors[layer].shape
-        element = torch.arange(pair * heads * dim, dtype=torch.float64)
+        _, pair, _, _, dim = self.tensors[layer].shape
+        element = torch.arange(pair * 16 * dim, dtype=torch.float64)
         place = (salt * 64 + layer) * 100_000 + token + 1
-        return (place * 4096 + element).reshape(pair, heads, dim)
+        stamps = (place * 4096 + element).reshape(pair, 16, dim)
+        return stamps[:, self.heads.start : self.heads.stop]
+
+    def _state_stamps(self, salt: int) -> torch.Tensor:
+        dim = self.states.shape[2]
+        element = torch.arange(16 * dim, dtype=torch.float64) + (salt + 1) * 4096
+        return element.reshape(16, dim)[self.heads.start : self.heads.stop]
+
+
+class Process:
+    """An engine in a task of its own, which can be killed.
+
+    Attributes:
+        engine: The engine.
+        scope: Around all of it, as a cancellation from outside would be.
+        ended: Set when the engine's context has been left.
+    """
+
+    def __init__(
+        self, world: World, engine: TransferEngine, scope: trio.CancelScope
+    ) -> None:
+        self.engine = engine
+        self.scope = scope
+        self.ended = trio.Event()
+        self._world = world
+        self._leave = trio.Event()
+
+    def kill(self) -> None:
+        """End it as SIGKILL does: not a byte leaves it any more."""
+        self.scope.cancel()
+        self.engine._peers._nursery.cancel_scope.cancel()
+        self._world.network.kill(agent(self.engine))
+        self._world.streams.kill(*address(self.engine))
+
+    def freeze(self) -> None:
+        """Stop it as SIGSTOP does, as far as others can tell."""
+        self._world.network.freeze(agent(self.engine))
+        self._world.streams.freeze(*address(self.engine))
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._world.streams.thaw(*address(self.engine))
+        self._world.network.thaw(agent(self.engine))
+
+    async def leave(self) -> None:
+        """Leave the engine's context in good order."""
+        self._leave.set()
+        await self.ended.wait()
+
+    async def run(self) -> None:
+        """Keep the engine open until told otherwise."""
+        await self._leave.wait()
+
+
+class Impostor:
+    """A listener that follows a script; its tickets name a producer ``p``.
+
+    Attributes:
+        key: Who it says it is.
+        card: What it shows: the layout of its pool, and an agent of its own.
+        dialled: How often somebody connected.
+    """
+
+    def __init__(self, world: World, pool: Pool) -> None:
+        fabric = world.network.fabric(f"impostor-{next(world.numbers)}")
+        fabric.register(pool.cache.layout.regions)
+        self.fabric = fabric
+        self.key = EngineKey("p", "impostor", Rank())
+        self.card = Card(IDENTITY, pool.cache.layout, fabric.metadata())
+        self.dialled = 0
+        self._world = world
+        self._address = ("", 0)
+
+    def ticket(self, request_id: str, block_ids: Sequence[int], tokens: int) -> Ticket:
+        """A ticket that leads here."""
+        offer = RankOffer(self.key.rank, self.key.generation, "offer", *self._address)
+        spans = {GROUP: TicketSpan(tuple(block_ids))}
+        return Ticket("p", request_id, tokens, 30.0, (offer,), spans)
+
+    async def answer(self, framed: FramedStream) -> None:
+        """Behave well up to the end of the handshake."""
+        await answer(framed, Credentials(self.key, self.card, b"", frozenset()))
+
+    async def serve(
+        self,
+        script: Callable[[trio.abc.Stream], Awaitable[None]],
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Follow the script for whoever connects; then close the stream."""
+        listener = await self._world.streams.listen("127.0.0.1", 0)
+        self._address = (listener.host, listener.port)
+
+        async def follow(stream: trio.abc.Stream) -> None:
+            self.dialled += 1
+            try:
+                # Whoever is refused hangs up in the middle of the script.
+                with suppress(trio.BrokenResourceError, PeerLost):
+                    await script(stream)
+            finally:
+                await trio.aclose_forcefully(stream)
+
+        task_status.started()
+        await trio.serve_listeners(follow, [listener])
 
 
 class World:
@@ -120,20 +300,20 @@ class World:
         self.network = MemoryNetwork(**network)
         self.streams = MemoryStreams()
         self.events: list[dict[str, Any]] = []
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
 
     @asynccontextmanager
     async def engine(
         self, engine_id: str, pool: Pool, **config: Any
     ) -> AsyncIterator[TransferEngine]:
         """Open an engine; its fabric is called ``<engine_id>-<number>``."""
-        settings = {"engine_id": engine_id, "identity": IDENTITY, **config}
+        settings = {**LOOKS, "engine_id": engine_id, "identity": IDENTITY, **config}
         async with open_engine(
             EngineConfig(**settings),
             pool.cache,
-            fabric=self.network.fabric(f"{engine_id}-{next(self._numbers)}"),
+            fabric=self.network.fabric(f"{engine_id}-{next(self.numbers)}"),
             streams=self.streams,
-            logger=self._logger(),
+            logger=self.logger(),
         ) as engine:
             yield engine
 
@@ -151,11 +331,59 @@ class World:
             at_base(prefill)
             at_base(decode)
 
+    @asynccontextmanager
+    async def instance(
+        self, engine_id: str, pools: Sequence[Pool], **config: Any
+    ) -> AsyncIterator[list[TransferEngine]]:
+        """Open one engine for each pool: the tensor-parallel ranks of an instance."""
+        async with AsyncExitStack() as stack:
+            ranks = [Rank(tp=i, tp_size=len(pools)) for i in range(len(pools))]
+            yield [
+                await stack.enter_async_context(
+                    self.engine(engine_id, pool, rank=rank, **config)
+                )
+                for pool, rank in zip(pools, ranks, strict=True)
+            ]
+
+    async def start(
+        self, nursery: trio.Nursery, engine_id: str, pool: Pool, **config: Any
+    ) -> Process:
+        """Open an engine in a task of its own."""
+        process: Process = await nursery.start(self._host, engine_id, pool, config)
+        return process
+
+    async def _host(
+        self,
+        engine_id: str,
+        pool: Pool,
+        config: dict[str, Any],
+        *,
+        task_status: trio.TaskStatus[Process],
+    ) -> None:
+        process: Process | None = None
+        try:
+            with trio.CancelScope() as scope:
+                async with self.engine(engine_id, pool, **config) as engine:
+                    process = Process(self, engine, scope)
+                    task_status.started(process)
+                    await process.run()
+        finally:
+            if process is not None:
+                process.ended.set()
+
     def logged(self, event: str) -> list[dict[str, Any]]:
         """All log entries of one name."""
         return [entry for entry in self.events if entry["event"] == event]
 
-    def _logger(self) -> Any:
+    def may_touch(self, pool: Pool, block_ids: Sequence[int]) -> bool:
+        """Whether bytes under way could still land in a block, frozen or not."""
+        return any(
+            self.network.may_touch(*extent) for extent in pool.extents(block_ids)
+        )
+
+    def logger(self) -> Any:
+        """A logger that keeps everything in `events`."""
+
         def keep(_logger: object, level: str, entry: dict[str, Any]) -> Any:
             self.events.append({"level": level, **entry})
             raise structlog.DropEvent
@@ -167,9 +395,81 @@ class World:
         )
 
 
+def offer_all(
+    engines: Sequence[TransferEngine],
+    pools: Sequence[Pool],
+    request_id: str,
+    block_ids: Sequence[int],
+    *,
+    num_tokens: int,
+    salt: int = 0,
+) -> tuple[list[Offer], Ticket]:
+    """The offers of all ranks of an instance, and the one ticket made of them."""
+    offers = [
+        engine.offer(
+            request_id,
+            pool.stamp(block_ids, num_tokens=num_tokens, salt=salt),
+            num_tokens=num_tokens,
+        )
+        for engine, pool in zip(engines, pools, strict=True)
+    ]
+    return offers, Ticket.merge(offer.ticket for offer in offers)
+
+
+class Steps(trio.abc.Instrument):
+    """Counts the steps of all tasks, and does something right after one of them.
+
+    A step ends at a checkpoint, so this reaches every place where something else
+    can happen in the middle of a request.
+    """
+
+    def __init__(self, at: int = 0, action: Callable[[], object] | None = None) -> None:
+        self.taken = 0
+        self._at = at
+        self._action = action
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:  # noqa: ARG002
+        """Count, and act when it is time."""
+        self.taken += 1
+        if self.taken == self._at and self._action is not None:
+            self._action()
+
+    def __enter__(self) -> Self:
+        trio.lowlevel.add_instrument(self)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        trio.lowlevel.remove_instrument(self)
+
+
+def agent(engine: TransferEngine) -> str:
+    """The name of an engine's fabric."""
+    return engine._fabric.name
+
+
+def address(engine: TransferEngine) -> tuple[str, int]:
+    """Where an engine listens."""
+    assert engine.address is not None
+    return engine.address
+
+
 def at_base(engine: TransferEngine) -> None:
     """Nothing is under way, held or left over (invariant 8)."""
     live = engine.statistics()
     for name in ("pulls", "offers", "quarantine", "unsettled_transfers"):
         assert live[name] == 0, live
     assert live["fabric_transfers"] == 0, live
+    for sources in engine._peers._undiscarded:
+        assert sources.users == 0, "prepared rows have a user that is gone"
+        assert all(peer.users == 0 for peer in sources.peers), "a subscriber is left"
+
+
+def is_bare(engine: TransferEngine) -> None:
+    """At base, and nothing is known or prepared of any peer."""
+    at_base(engine)
+    live = engine.statistics()
+    for name in ("peers", "fabric_peers", "fabric_prepared"):
+        assert live[name] == 0, live
+    assert not engine._peers._undiscarded
+    assert not engine._peers._sources
+    assert not engine._peers._dials

@@ -30,14 +30,14 @@ LAYERS = (
     # the face of the protocol
     "protocol.__init__",
     # arithmetic
-    "engine.errors engine.config engine.report engine.spans engine.tensors engine.validity",
+    "engine.errors engine.cost engine.config engine.report engine.spans engine.tensors engine.validity",
     "engine.cache engine.coverage engine.runs",
-    "engine.sections engine.selection",
+    "engine.sections engine.images engine.selection",
     "engine.plan engine.explain",
     # hands
     "engine.fabric engine.streams engine.quarantine engine.guard",
     # motion
-    "engine.pump engine.waves engine.finish",
+    "engine.pump engine.waves engine.finish engine.staging engine.rearrange",
     # others
     "engine.link engine.handshake",
     "engine.peers engine.listener",
@@ -62,12 +62,16 @@ THIRD_PARTY = {
     "engine.selection": {"numpy"},
     "engine.validity": set(),
     "engine.plan": {"numpy"},
-    "engine.explain": {"numpy"},
+    "engine.explain": {"numpy", "msgspec"},
     "engine.fabric": {"trio", "numpy", "structlog"},
     "engine.fabric.nixl": {"trio", "numpy", "nixl", "structlog"},
     "engine.finish": {"trio", "torch", "numpy", "structlog"},
     "engine.errors": set(),
     "engine.config": set(),
+    "engine.cost": set(),
+    "engine.images": {"numpy"},
+    "engine.staging": {"trio", "torch", "numpy"},
+    "engine.rearrange": {"trio", "torch"},
     "engine": {"trio", "structlog", "msgspec", "numpy"},
 }
 TYPES = {"trio", "structlog", "numpy", "torch"}

@@ -109,7 +109,8 @@ class Fabric(abc.ABC):
 
     @abc.abstractmethod
     def register(self, regions: Sequence[Region]) -> None:
-        """Register memory; call once, before `metadata`.
+        """Register memory: before `metadata` what peers are to reach. What comes
+        later is there for our own side of transfers alone.
 
         The memory stays the caller's and must outlive `close`.
 

@@ -1,0 +1,238 @@
+"""One rank of the consumer: pulls a prompt's blocks, and rank 0 goes on from there.
+
+Rank 0 admits a prompt: it looks up what is held already and takes blocks for the
+rest. Then every rank pulls its heads, each for itself. Rank 0 continues greedily:
+alone, in the very blocks that were pulled; with other ranks, in a pool of its own
+that it puts together from what they left in files. It writes what the comparison
+needs to a file. Blocks are kept, so that a later prompt with the same beginning
+finds them. The first failure ends the process: one typed line, exit status 1.
+
+Orders: ``admit`` and ``continue`` (rank 0 only), ``pull``.
+Answers: ``ready``, ``admitted``, ``pulled``, ``continued`` and ``failed``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import trio
+from generate import PREFILL_CHUNK, continue_greedily
+from safetensors.torch import save_file
+from side import open_side, side_arguments
+
+from kvferry.engine import FerryError, Span, TransferReport
+from kvferry.protocol import Ticket
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Sequence
+
+    from pools import PagedPool
+    from side import Scheduler, Side
+
+
+class Admitted(NamedTuple):
+    """A request that has its blocks.
+
+    Attributes:
+        token_ids: The prompt.
+        tables: By group its blocks from token 0 on, None where no token is needed.
+    """
+
+    token_ids: list[int]
+    tables: dict[str, list[int | None]]
+
+
+class Prefix(NamedTuple):
+    """What an earlier request left of a prompt.
+
+    Attributes:
+        tokens: How many of the first tokens need not be pulled.
+        tables: Of the earlier request.
+    """
+
+    tokens: int
+    tables: dict[str, list[int | None]]
+
+
+async def main(arguments: argparse.Namespace) -> int:
+    """Serves the router until it closes the line, or a pull fails.
+
+    Returns:
+        The exit status.
+    """
+    failure: str | None = None
+    held: dict[str, Admitted] = {}
+    async with open_side(arguments) as side:
+        while (order := await side.router.next_order()) is not None:
+            request = order["request"]
+            try:
+                match order["op"]:
+                    case "admit":
+                        held[request] = admitted(side, held, order)
+                    case "pull":
+                        await pull(side, order)
+                    case "continue":
+                        await continue_prompt(side, held[request], order)
+                    case unknown:
+                        raise ValueError(f"no such order: {unknown!r}")
+            except FerryError as error:
+                failure = one_line(error)
+                side.router.say("failed", request=request, error=failure)
+                break
+    if failure is None:
+        return 0
+    print(failure, file=sys.stderr)
+    return 1
+
+
+def admitted(side: Side, held: dict[str, Admitted], order: dict[str, Any]) -> Admitted:
+    """Finds what is held of a prompt, and takes blocks for all else.
+
+    The blocks that the continuation will fill are part of the span: a real
+    scheduler has allocated them by then, and their slots come back zeroed.
+    """
+    scheduler = side.scheduler
+    token_ids = scheduler.prompt(order["question"])
+    tokens = len(token_ids)
+    prefix = longest_prefix(scheduler, held.values(), token_ids)
+    tables: dict[str, list[int | None]] = {}
+    spans: dict[str, dict[str, Any]] = {}
+    for name, pool in scheduler.whole.paged.items():
+        first = pool.group.first_needed(tokens) // pool.block_size
+        last = pool.blocks_for(tokens + order["steps"])
+        begin = prefix.tokens // pool.block_size
+        # None for what lies behind the window, whoever would have had it.
+        shared: list[int | None] = [None] * min(first, begin)
+        shared += prefix.tables.get(name, [])[first:begin]
+        pulled: list[int | None] = [None] * max(0, first - begin)
+        pulled += scheduler.free[name].take(last - max(first, begin))
+        tables[name] = [*shared, *pulled]
+        spans[name] = {"block_ids": pulled, "first_token": prefix.tokens}
+    for name in scheduler.whole.states:
+        tables[name] = [*scheduler.free[name].take(1)]
+        spans[name] = {"block_ids": tables[name], "first_token": 0}
+    side.router.say(
+        "admitted", tables=tables, spans=spans, computed_tokens=prefix.tokens
+    )
+    return Admitted(token_ids, tables)
+
+
+def longest_prefix(
+    scheduler: Scheduler, held: Iterable[Admitted], token_ids: Sequence[int]
+) -> Prefix:
+    """What of a prompt need not be pulled, thanks to an earlier request.
+
+    Rounded down to whole blocks, as everywhere, and to whole prefill chunks, so
+    that their bits are the ones a fresh prefill would give. Never the whole
+    prompt: that would leave nothing to show. And nothing if the model has states:
+    the state of an earlier request has advanced beyond any common beginning.
+    """
+    if scheduler.whole.states:
+        return Prefix(0, {})
+    pools = scheduler.whole.paged.values()
+    grain = math.lcm(PREFILL_CHUNK, *[pool.block_size for pool in pools])
+    best = Prefix(0, {})
+    for earlier in held:
+        limit = min(len(earlier.token_ids), len(token_ids) - 1)
+        same = next(
+            (i for i in range(limit) if earlier.token_ids[i] != token_ids[i]), limit
+        )
+        tokens = same // grain * grain
+        if tokens > best.tokens and all(
+            holds(pool, earlier, tokens, len(token_ids)) for pool in pools
+        ):
+            best = Prefix(tokens, earlier.tables)
+    return best
+
+
+def holds(pool: PagedPool, earlier: Admitted, tokens: int, wanted: int) -> bool:
+    """Are the blocks there that a prompt of ``wanted`` tokens needs of these?"""
+    first = pool.group.first_needed(wanted) // pool.block_size
+    last = tokens // pool.block_size
+    return None not in earlier.tables[pool.group.name][first:last]
+
+
+async def pull(side: Side, order: dict[str, Any]) -> None:
+    """Pulls this rank's share of what is missing of a prompt.
+
+    Raises:
+        FerryError: The pull failed; the blocks hold nothing to be trusted.
+    """
+    report = await side.engine.pull(
+        Ticket.from_dict(order["ticket"]),
+        {
+            name: Span(span["block_ids"], first_token=span["first_token"])
+            for name, span in order["spans"].items()
+        },
+        computed_tokens=order["computed_tokens"],
+    )
+    side.note_used(order["tables"])
+    if order["share"]:
+        side.save_share(order["tables"], order["share"])
+    side.router.say(
+        "pulled",
+        others_untouched=side.pools.is_untouched_outside(side.used),
+        report=report_fields(report),
+    )
+
+
+async def continue_prompt(side: Side, request: Admitted, order: dict[str, Any]) -> None:
+    """Continues a prompt that has been pulled, and writes down how it went."""
+    scheduler, tables = side.scheduler, request.tables
+    if order["shares"]:
+        scheduler.whole.copy_in(tables, side.merged(order["shares"]))
+    after_pull = scheduler.whole.copied_out(tables)
+    tokens = len(request.token_ids)
+    cache = scheduler.cache(tables, tokens=tokens)
+
+    started_at = trio.current_time()
+    continued, logits = await trio.to_thread.run_sync(
+        lambda: continue_greedily(
+            scheduler.model,
+            cache,
+            order["first_token"],
+            position=tokens,
+            steps=order["steps"],
+        )
+    )
+    decode_s = trio.current_time() - started_at
+    scheduler.save_states(cache, tables)
+    final = scheduler.whole.copied_out(tables)
+    results = {
+        "tokens": torch.tensor([order["first_token"], *continued]),
+        "logits": logits,
+        **{f"pulled/{key}": tensor for key, tensor in after_pull.items()},
+        **{f"final/{key}": tensor for key, tensor in final.items()},
+    }
+    save_file(results, order["result"])
+    side.router.say(
+        "continued",
+        text=scheduler.tokenizer.text([order["first_token"], *continued]),
+        steps=order["steps"],
+        decode_s=decode_s,
+    )
+
+
+def report_fields(report: TransferReport) -> dict[str, Any]:
+    """The parts of a report that the summary prints."""
+    return {
+        "bytes": report.bytes,
+        "descriptors": report.descriptors,
+        "waves": report.waves,
+        "zeroed_tokens": report.zeroed_tokens,
+        "phases_s": dict(report.phases_s),
+    }
+
+
+def one_line(error: FerryError) -> str:
+    """The error's type and message, whatever line breaks the message has."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+if __name__ == "__main__":
+    parsed = side_arguments("decode", tokens=2400, seed=2).parse_args()
+    sys.exit(trio.run(main, parsed))

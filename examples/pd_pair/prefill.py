@@ -1,0 +1,116 @@
+"""One rank of the producer: runs prompts, offers their blocks.
+
+Rank 0 prefills a prompt, and leaves the cache in a file if there are other ranks.
+Then every rank takes its heads and offers them, each for itself, under the same
+request and in the same blocks; the router merges their tickets into one. A rank
+holds its blocks until its offer has ended, whichever way, and says how it did; the
+router knows when the last has, and has rank 0 free them.
+
+Orders: ``prefill`` and ``free`` (rank 0 only), ``offer``.
+Answers: ``ready``, ``prefilled``, ``ticket`` and ``outcome``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import trio
+from generate import prefill
+from safetensors.torch import load_file, save_file
+from side import open_side, side_arguments
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pools import Pools
+    from side import Scheduler, Side
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """Serves the router until it closes the line."""
+    held: dict[str, dict[str, list[int | None]]] = {}
+    async with open_side(arguments) as side, trio.open_nursery() as nursery:
+        while (order := await side.router.next_order()) is not None:
+            request = order["request"]
+            match order["op"]:
+                case "prefill":
+                    held[request] = await prefill_prompt(side, order)
+                case "offer":
+                    nursery.start_soon(say_how_it_ended, side, offered(side, order))
+                case "free":
+                    side.scheduler.give_back(held.pop(request))
+                case unknown:
+                    raise ValueError(f"no such order: {unknown!r}")
+        nursery.cancel_scope.cancel()
+
+
+async def prefill_prompt(
+    side: Side, order: dict[str, Any]
+) -> dict[str, list[int | None]]:
+    """Prefills one prompt into blocks of its own; returns them by group.
+
+    The model runs in a thread: an engine whose loop stands still could neither
+    renew a lease nor move the bytes of an earlier offer.
+    """
+    started_at = trio.current_time()
+    scheduler = side.scheduler
+    token_ids = scheduler.prompt(order["question"])
+    tables = allocated(scheduler, len(token_ids))
+    cache = scheduler.cache(tables)
+    first_token = await trio.to_thread.run_sync(
+        prefill, scheduler.model, cache, token_ids
+    )
+    scheduler.save_states(cache, tables)
+    drop_behind_window(scheduler, tables, len(token_ids))
+    if order["share"]:
+        save_file(scheduler.whole.copied_out(tables), order["share"])
+    side.router.say(
+        "prefilled",
+        tables=tables,
+        first_token=first_token,
+        prompt_tokens=len(token_ids),
+        prefill_s=trio.current_time() - started_at,
+    )
+    return tables
+
+
+def allocated(scheduler: Scheduler, tokens: int) -> dict[str, list[int | None]]:
+    """Blocks and a slot for a prompt."""
+    pools: Pools = scheduler.whole
+    counts = {name: pool.blocks_for(tokens) for name, pool in pools.paged.items()}
+    counts |= dict.fromkeys(pools.states, 1)
+    return {name: [*scheduler.free[name].take(n)] for name, n in counts.items()}
+
+
+def drop_behind_window(
+    scheduler: Scheduler, tables: dict[str, list[int | None]], tokens: int
+) -> None:
+    """Frees the blocks that no later token looks at; what was in them is gone."""
+    for name, pool in scheduler.whole.paged.items():
+        count = pool.group.first_needed(tokens) // pool.block_size
+        dropped = [block for block in tables[name][:count] if block is not None]
+        pool.poison(dropped)
+        scheduler.free[name].give_back(dropped)
+        tables[name][:count] = [None] * count
+
+
+def offered(side: Side, order: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Puts this rank's part of a prompt on offer, and sends the ticket."""
+    tables = order["tables"]
+    if order["share"]:
+        side.pools.copy_in(tables, load_file(order["share"]))
+    offer = side.engine.offer(
+        order["request"], tables, num_tokens=order["prompt_tokens"]
+    )
+    side.router.say("ticket", ticket=offer.ticket.to_dict())
+    return offer
+
+
+async def say_how_it_ended(side: Side, offer: Any) -> None:  # noqa: ANN401
+    """Waits until nobody can read the blocks any more."""
+    outcome = await offer.wait()
+    side.router.say("outcome", outcome=outcome.value)
+
+
+if __name__ == "__main__":
+    trio.run(main, side_arguments("prefill", tokens=1800, seed=1).parse_args())
