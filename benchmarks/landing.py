@@ -12,15 +12,22 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.landing_sides import Case, Side
-from benchmarks.measure import Bar, Point, Progress, host, parser, table, verdicts
-from benchmarks.measure import write_json
+from benchmarks.landing_sides import Case, Side, pipes, start
+from benchmarks.measure import (
+    Bar,
+    Point,
+    Progress,
+    host,
+    parser,
+    table,
+    verdicts,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
 
 NHD, HND = "b k n h d", "b k h n d"
 RUNS = (64, 256, 1024, 4096, 16_384, 65_536)
-SHORT_RUNS = (64, 1024, 4096, 16_384)
+SHORT_RUNS = (64, 1024, 16_384)
 TRANSPORTS = {"same host": "", "tcp": "tcp"}
 IMAGE_BYTES = 2**20
 """Most that one block of one layer has: less than a wave."""
@@ -48,29 +55,25 @@ def cases(*, short: bool) -> Iterator[Case]:
         heads = 8 if 256 * run <= IMAGE_BYTES else 2
         block = 16 if 32 * heads * run <= IMAGE_BYTES else 4
 
-        def case(
-            series: str,
-            ours: Side,
-            theirs: Side,
-            per: int,
-            run: int = run,
-            heads: int = heads,
-        ) -> Case:
-            head = run // per
-            taken = heads * 2 * head // ours.tp
-            layers = 4
-            tokens = max(needed // (taken * layers) // 64, 1) * 64
-            return Case(series, run, theirs, ours, heads, head, layers, tokens)
+        wide, slim = Side(NHD, block), Side(HND, block)
+        of_run = (needed, run, heads)
+        yield _case(of_run, "NHD to HND", slim, wide)
+        yield _case(of_run, "NHD head slice, TP 2 of 1", Side(NHD, block, 2), wide)
+        yield _case(of_run, "NHD blocks of 1 to HND of 16", Side(HND, 16), Side(NHD, 1))
+        yield _case(of_run, "HND blocks of 16 to NHD of 1", Side(NHD, 1), slim)
 
-        yield case("NHD to HND", Side(HND, block), Side(NHD, block), 1)
-        yield case(
-            "NHD head slice, TP 2 of 1",
-            Side(NHD, block, 2),
-            Side(NHD, block),
-            heads // 2,
-        )
-        yield case("NHD blocks of 1 to HND of 16", Side(HND, 16), Side(NHD, 1), 1)
-        yield case("HND blocks of 16 to NHD of 1", Side(NHD, 1), Side(HND, block), 1)
+
+def _case(
+    of_run: tuple[int, int, int], series: str, consumer: Side, producer: Side
+) -> Case:
+    """As many tokens as make the bytes that the consumer needs."""
+    needed, run, heads = of_run
+    layers = 4
+    # A head slice is contiguous on both sides over the heads that it has.
+    head = run // (heads // consumer.tp) if consumer.tp > 1 else run
+    token = layers * 2 * heads * head // consumer.tp
+    tokens = max(needed // token // 64, 1) * 64
+    return Case(series, run, producer, consumer, heads, head, layers, tokens)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,20 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(todo: Sequence[Case], *, rounds: int, tls: str) -> Iterator[Result]:
     """The cases over one transport, one result each."""
     environment = {**os.environ, **({"UCX_TLS": tls} if tls else {})}
-    command = [sys.executable, "-m", "benchmarks.landing_sides", "consume"]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        if process.stdin is None or process.stdout is None:
-            raise OSError("the consumer has no pipes")
+    with start("consume", environment) as process:
+        to, answers = pipes(process)
         told = {"cases": [asdict(case) for case in todo], "rounds": rounds}
-        process.stdin.write(json.dumps(told) + "\n")
-        process.stdin.flush()
-        for line in process.stdout:
+        to.write(json.dumps(told) + "\n")
+        to.flush()
+        for line in answers:
             yield json.loads(line)
     if process.returncode:
         raise OSError(f"the consumer ended with {process.returncode}")
@@ -161,11 +156,11 @@ def report(results: Sequence[Result]) -> str:
 def plot(results: Sequence[Result], path: Path) -> None:
     """Direct over bulk by length of run, if matplotlib is installed."""
     try:
-        from matplotlib import pyplot  # noqa: PLC0415 - optional
+        from matplotlib import pyplot as plt  # noqa: PLC0415 - optional
     except ImportError:
         sys.stderr.write("no plot: matplotlib is not installed\n")
         return
-    figure, axes = pyplot.subplots()
+    figure, axes = plt.subplots()
     lines: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         lines.setdefault((result["transport"], result["series"]), []).append(result)

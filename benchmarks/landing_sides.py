@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvferry.engine import TransferReport
 
-__all__ = ("Case", "Side")
+__all__ = ("Case", "Side", "pipes", "start")
 
 GROUP = "full"
 IDENTITY = ModelIdentity(model="org/landing", revision="1", dtype="uint8")
@@ -124,27 +124,43 @@ async def _produce(answers: IO[str]) -> None:
 # --- the consumer ----------------------------------------------------------------
 
 
+def start(role: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start this file in a process of its own."""
+    return subprocess.Popen(  # noqa: S603 - our own file
+        [sys.executable, "-m", "benchmarks.landing_sides", role],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    """To it and from it."""
+    if process.stdin is None or process.stdout is None:
+        raise OSError("a process without pipes")
+    return process.stdin, process.stdout
+
+
 class _Producer:
     """The other process, as the consumer talks to it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+        self._to, self._from = pipes(process)
         self._requests = 0
 
     async def ask(self, line: str) -> str:
         """Send a line and wait for the answer."""
         self.tell(line)
-        assert self._process.stdout is not None  # noqa: S101 - for the type checker
-        answer = await trio.to_thread.run_sync(self._process.stdout.readline)
+        answer = await trio.to_thread.run_sync(self._from.readline)
         if not answer:
             raise EOFError("the producer has ended")
         return answer
 
     def tell(self, line: str) -> None:
         """Send a line that has no answer."""
-        assert self._process.stdin is not None  # noqa: S101 - for the type checker
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        self._to.write(line + "\n")
+        self._to.flush()
 
     async def ticket(self) -> Ticket:
         """A ticket for one more request."""
@@ -153,10 +169,8 @@ class _Producer:
 
 
 async def _consume(cases: list[Case], rounds: int, answers: IO[str]) -> None:
-    command = [sys.executable, "-m", "benchmarks.landing_sides", "produce"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    # A pipe's end is all that a producer waits for: starting it may block.
+    with start("produce", dict(os.environ)) as process:
         try:
             producer = _Producer(process)
             for case in cases:

@@ -53,7 +53,7 @@ class CostModel:
 
     byte_s: float = 0.15e-9
     descriptor_s: float = 2.5e-6
-    copied_byte_s: float = 0.1e-9
+    copied_byte_s: float = 0.3e-9
     copied_run_s: float = 10e-9
     operation_s: float = 40e-6
 

@@ -48,14 +48,14 @@ class Staging:
         self._is_off = False
         berths = config.staging_bytes // (config.wave_bytes * config.window)
         self.berths = min(berths, MAX_BERTHS)
-        self._send, self._receive = trio.open_memory_channel[int](max(self.berths, 1))
-        for number in range(self.berths):
-            self._send.send_nowait(number)
+        # The one given back last is taken first: its pages are there, and warm.
+        self._free = list(range(self.berths))
+        self._turn = trio.Semaphore(self.berths)
 
     @property
     def taken_berths(self) -> int:
         """How many pulls land in bulk now, or have left something unsettled."""
-        return self.berths - self._receive.statistics().current_buffer_used
+        return self.berths - len(self._free)
 
     @property
     def cells(self) -> int:
@@ -113,12 +113,13 @@ class Staging:
 
     async def take(self) -> Berth:
         """Wait for a berth."""
-        number = await self._receive.receive()
-        return Berth(number, self._config.window)
+        await self._turn.acquire()
+        return Berth(self._free.pop(), self._config.window)
 
     def give_back(self, berth: Berth) -> None:
         """Let the next pull have it; nothing may land in it any more."""
-        self._send.send_nowait(berth.number)
+        self._free.append(berth.number)
+        self._turn.release()
 
     def _add_buffer(self, memory: Memory, device: int) -> None:
         if (memory, device) in self._buffers:

@@ -74,10 +74,12 @@ def _stretches(numbers: Sequence[int]) -> Iterator[str]:
 
 
 def plural(noun: str, count: int) -> str:
+    """The noun as it goes with the count."""
     return noun if count == 1 else f"{noun}s"
 
 
 def tokens(count: int) -> str:
+    """``16 tokens``, ``1 token``."""
     return f"{count:,} {plural('token', count)}"
 
 

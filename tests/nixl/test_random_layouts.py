@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,12 +50,17 @@ def ranks(case: Case) -> int:
 )
 @given(case=cases())
 def test_200_random_pairs_are_exact(producer: Child, case: Case) -> None:
-    """Every element is the right stamp, a zero that is due, or untouched."""
+    """Every element is the right stamp, a zero that is due, or untouched.
+
+    Half of them land run by run, the others in bulk as far as they can.
+    """
     assume(case.refusal is None and ranks(case) <= MOST_RANKS)
     ticket = Ticket.from_dict(producer.ask("case", repr(case)))
     fabric = NixlFabric(f"consumer-{next(numbers)}")
     try:
-        wrong, _ = trio.run(pulled, case, ticket, fabric, None)
+        landing = ("direct", "bulk")[case.seed % 2]
+        pull = partial(pulled, landing=landing)
+        wrong, _ = trio.run(pull, case, ticket, fabric, None)
     finally:
         producer.tell("next")
         assert producer.hear() == "closed"
