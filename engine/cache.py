@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from kvferry.engine.coverage import block_rows, normal_form
 from kvferry.engine.spans import Span
 from kvferry.engine.tensors import (
@@ -41,8 +43,6 @@ from kvferry.protocol.layout import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    import torch
 
 
 __all__ = (
@@ -227,6 +227,17 @@ class KVCache:
     def storages(self) -> tuple[torch.Tensor, ...]:
         """The bytes of every allocation that a tensor lies in, each once."""
         return tuple(as_bytes(tensor) for tensor in self._storages.values())
+
+    def enter_device(self) -> None:
+        """Make the CUDA context of the cache current in this thread.
+
+        Nothing for a cache in host memory. A transport needs it before its agent is
+        made, or it quietly does without ``cuda_ipc`` (nixl-facts row 22).
+        """
+        for region in self.layout.regions:
+            if region.memory == "VRAM":
+                torch.cuda.set_device(region.device)
+                return
 
     def token_views(self, group: str) -> tuple[TokenView, ...]:
         """The attention fields of a group; none for a state group, which is never zeroed.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Offsets = npt.NDArray[np.int64]
 
 __all__ = (
+    "are_outside",
     "block_rows",
     "normal_form",
     "prove_coverage",
@@ -126,6 +127,19 @@ def prove_inside(
         ImpossiblePlan: With the first row that does not. The side advertised
             fields that it has not registered.
     """
+    wrong = np.flatnonzero(are_outside(rows, regions, memory=memory))
+    if wrong.size:
+        address, run, device, stride, count = rows[wrong[0]].tolist()
+        raise ImpossiblePlan(
+            f"{side} {memory} {device}: {count} runs of {run} bytes from {address:#x},"
+            f" {stride} apart, are not inside one registered region"
+        )
+
+
+def are_outside(
+    rows: Rows, regions: Iterable[Region], *, memory: Memory
+) -> npt.NDArray[np.bool_]:
+    """Which rows have a descriptor that does not lie inside one registered region."""
     outside = np.ones(len(rows), dtype=np.bool_)
     of_memory = sorted(region for region in regions if region.memory == memory)
     for device in {region.device for region in of_memory}:
@@ -141,13 +155,7 @@ def prove_inside(
             | (rows[:, 0] > ends[at])
             | (last > ends[at])
         )
-    wrong = np.flatnonzero(outside)
-    if wrong.size:
-        address, run, device, stride, count = rows[wrong[0]].tolist()
-        raise ImpossiblePlan(
-            f"{side} {memory} {device}: {count} runs of {run} bytes from {address:#x},"
-            f" {stride} apart, are not inside one registered region"
-        )
+    return outside
 
 
 def region_edges(regions: Iterable[Region]) -> npt.NDArray[np.int64]:

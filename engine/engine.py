@@ -316,7 +316,9 @@ async def open_engine(
         config: The configuration.
         cache: The cache; its tensors must stay alive and in place until the
             engine is closed.
-        fabric: The transport; NIXL over UCX by default. The engine closes it.
+        fabric: The transport; NIXL over UCX by default, for which a cache in
+            device memory makes its device this thread's current one. The engine
+            closes it.
         streams: Where links come from; TCP by default.
         logger: A structlog logger; by default one that writes to the standard
             library's logger ``kvferry``, so that nothing is printed unasked.
@@ -328,7 +330,7 @@ async def open_engine(
     key = EngineKey(config.engine_id, secrets.token_hex(16), config.rank)
     log = (logger or _standard_logger()).bind(engine=str(key))
     streams = streams or TcpStreams()
-    fabric = fabric or _nixl(key, log)
+    fabric = fabric or _nixl(key, cache, log)
     try:
         fabric.register(cache.layout.regions)
         with _ungrouped(nurseries=2):
@@ -426,9 +428,9 @@ def _standard_logger() -> Any:  # noqa: ANN401 - structlog's own loggers are typ
     )
 
 
-def _nixl(key: EngineKey, log: FilteringBoundLogger) -> Fabric:
+def _nixl(key: EngineKey, cache: KVCache, log: FilteringBoundLogger) -> Fabric:
     # Imported when needed: the bindings take seconds to load, and tests that
     # bring a fabric of their own can do without.
     from kvferry.engine.fabric.nixl import NixlFabric  # noqa: PLC0415
 
-    return NixlFabric(str(key), log=log)
+    return NixlFabric(str(key), enter_device=cache.enter_device, log=log)

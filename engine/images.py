@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvferry.engine.cost import Estimate
-from kvferry.engine.coverage import prove_inside
+from kvferry.engine.coverage import are_outside
 from kvferry.engine.runs import Loop, unroll
 from kvferry.engine.sections import MAX_DESCRIPTORS, joined_runs
-from kvferry.protocol.errors import FerryInternalError, ImpossiblePlan
+from kvferry.protocol.errors import FerryInternalError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -209,8 +209,7 @@ def _choose_alike(
         better = [
             (member, images)
             for member, images in able
-            if _bulk(member, images, policy).seconds
-            < _direct([member], policy, edges).seconds
+            if _bulk(member, images, policy).seconds < _alone(member, policy)
         ] or able
     landed = {id(member) for member, _ in better}
     rest = [member for member in members if id(member) not in landed]
@@ -228,6 +227,11 @@ def _direct(
     places = members[0].stratum.remote_places
     size, count = int(runs.sum()) * places, runs.size * places
     return Estimate(size, count, int(runs.min()), policy.cost.read_s(size, count))
+
+
+def _alone(member: Contribution, policy: LandingPolicy) -> float:
+    count = member.pieces.local.size * member.stratum.remote_places
+    return policy.cost.read_s(count * member.pieces.run_bytes, count)
 
 
 def _bulk(
@@ -257,16 +261,23 @@ def _together(parts: Sequence[Estimate]) -> Estimate:
 def _able(
     members: Iterable[Contribution], policy: LandingPolicy, regions: Sequence[Region]
 ) -> Iterator[_Able]:
-    for member in members:
-        images = tuple(_images(member, policy))
-        if not images or min(image.row[0] for image in images) < 0:
-            continue
-        rows = np.array([image.row for image in images], dtype=np.uint64)
-        try:
-            prove_inside(rows, regions, memory=member.memories[1], side="producer")
-        except ImpossiblePlan:
-            continue  # two allocations with a gap between them, perhaps
-        yield member, images
+    found = [(member, tuple(_images(member, policy))) for member in members]
+    found = [
+        (member, images)
+        for member, images in found
+        if images and min(image.row[0] for image in images) >= 0
+    ]
+    if not found:
+        return
+    rows = np.array([i.row for _, images in found for i in images], dtype=np.uint64)
+    # Outside: two allocations with a gap between them, perhaps.
+    outside = are_outside(rows, regions, memory=found[0][0].memories[1]).tolist()
+    first = 0
+    for member, images in found:
+        last = first + len(images)
+        if not any(outside[first:last]):
+            yield member, images
+        first = last
 
 
 def _images(member: Contribution, policy: LandingPolicy) -> Iterator[Image]:

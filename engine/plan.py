@@ -350,15 +350,15 @@ def _prove(
     rows: dict[tuple[str, Context, Memory], list[Rows]] = defaultdict(list)
     for key, peer in peers.items():
         for section in peer.sections:
-            _prove_inside(section, local, remotes[key], key)
+            _prove_inside(section, local, remotes[key], key, written=section.local_rows)
             for stratum, its_rows in section.local_rows_by_stratum():
                 context = stratum.key.remote.context
                 rows[stratum.key.group, context, section.local_memory].append(its_rows)
         for bulk in peer.bulk:
             bulk.prove_read()
-            context = bulk.key.remote.context
-            rows[bulk.key.group, context, bulk.local_memory].append(bulk.written_rows())
-            _prove_bulk_inside(bulk, local, remotes[key], key)
+            context, written = bulk.key.remote.context, bulk.written_rows()
+            rows[bulk.key.group, context, bulk.local_memory].append(written)
+            _prove_inside(bulk, local, remotes[key], key, written=written)
     for name, group in groups.items():
         # A class of tokens is written by the ranks that hold it, wholly.
         for context in _contexts(remotes.values(), name):
@@ -371,29 +371,18 @@ def _prove(
 
 
 def _prove_inside(
-    section: Section, local: CacheLayout, remote: CacheLayout, key: Hashable
+    section: Section | BulkSection,
+    local: CacheLayout,
+    remote: CacheLayout,
+    key: Hashable,
+    *,
+    written: Rows,
 ) -> None:
-    prove_inside(
-        section.local_rows, local.regions, memory=section.local_memory, side="consumer"
-    )
+    prove_inside(written, local.regions, memory=section.local_memory, side="consumer")
     prove_inside(
         section.remote_rows,
         remote.regions,
         memory=section.remote_memory,
-        side=f"producer {key}",
-    )
-
-
-def _prove_bulk_inside(
-    bulk: BulkSection, local: CacheLayout, remote: CacheLayout, key: Hashable
-) -> None:
-    prove_inside(
-        bulk.written_rows(), local.regions, memory=bulk.local_memory, side="consumer"
-    )
-    prove_inside(
-        bulk.remote_rows,
-        remote.regions,
-        memory=bulk.remote_memory,
         side=f"producer {key}",
     )
 

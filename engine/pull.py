@@ -293,7 +293,7 @@ class _Pull:
             case Connect():
                 self._start_task(self._connect)
             case AwaitBlocks():
-                self._start_task(self._await_blocks)
+                self._await_blocks()
             case RenewLease(sources=sources):
                 self._renew(sources)
             case PostWave(wave=number):
@@ -351,10 +351,15 @@ class _Pull:
         wave_sources = tuple(wave.source for wave in self._waves)
         self.feed(Planned(wave_sources, len(sources.peers)))
 
-    async def _await_blocks(self) -> None:
+    def _await_blocks(self) -> None:
         """Take room in the staging buffer if any is needed: no wave ever waits for it."""
         if any(wave.is_bulk for wave in self._waves):
-            self._berth = await self._services.staging.take()
+            self._start_task(self._take_berth)
+        else:
+            self.feed(BlocksReady())
+
+    async def _take_berth(self) -> None:
+        self._berth = await self._services.staging.take()
         self.feed(BlocksReady())
 
     def _answered(self, source: int, answer: Answer) -> None:

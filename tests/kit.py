@@ -456,7 +456,13 @@ def address(engine: TransferEngine) -> tuple[str, int]:
 def at_base(engine: TransferEngine) -> None:
     """Nothing is under way, held or left over (invariant 8)."""
     live = engine.statistics()
-    for name in ("pulls", "offers", "quarantine", "unsettled_transfers"):
+    for name in (
+        "pulls",
+        "offers",
+        "quarantine",
+        "unsettled_transfers",
+        "staging_berths_taken",
+    ):
         assert live[name] == 0, live
     assert live["fabric_transfers"] == 0, live
     for sources in engine._peers._undiscarded:
