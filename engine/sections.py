@@ -178,7 +178,7 @@ class PeerPlan(Generic[KeyT]):
                 for s in section.strata
             )
             for section in self.sections
-        )
+        ) + sum(section.remote_rows.nbytes for section in self.bulk)
 
 
 def build_sections(

@@ -45,6 +45,7 @@ __all__ = (
 )
 
 KeyT = TypeVar("KeyT", bound="Hashable")
+IntT = TypeVar("IntT", bound="np.integer")
 
 
 class Tail(NamedTuple):
@@ -172,17 +173,15 @@ class BulkSelection(SectionSelection):
         is_next = (block[1:] != block[:-1]) | (place[1:] <= place[:-1])
         firsts = np.flatnonzero(np.concatenate(([True], is_next, [True])))
         base = np.arange(len(section.images), dtype=np.int32) * np.int32(pool)
-        shape = (base.size, firsts.size - 1)
-        remote_ids = np.empty(shape, dtype=np.int32)
-        _outer_sum(base, block[firsts[:-1]], remote_ids)
-        number = np.repeat(np.arange(shape[1]), np.diff(firsts))
+        remote_ids = _ids(base, block[firsts[:-1]])
+        number = np.repeat(np.arange(firsts.size - 1), np.diff(firsts))
         local_place, local_block = np.divmod(
             units.local, section.key.local.kernel_blocks
         )
         return cls(
             index,
             np.empty(0, dtype=np.int32),
-            remote_ids.reshape(-1),
+            remote_ids,
             np.array([section.image_bytes], dtype=np.int64),
             np.array([remote_ids.size], dtype=np.int64),
             section,
@@ -477,29 +476,19 @@ def _spans_of(
 def _section_selection(
     index: int, chosen: Sequence[tuple[Stratum, _Units]]
 ) -> SectionSelection:
-    sizes = [s.run_bytes.size * units.local.size for s, units in chosen]
-    local_ids = np.empty(sum(sizes), dtype=np.int32)
-    remote_ids = np.empty(sum(sizes), dtype=np.int32)
-    first = 0
-    for (stratum, units), size in zip(chosen, sizes, strict=True):
-        here = slice(first, first + size)
-        shape = (stratum.run_bytes.size, units.local.size)
-        _outer_sum(stratum.local_base, units.local, local_ids[here].reshape(shape))
-        _outer_sum(stratum.remote_base, units.remote, remote_ids[here].reshape(shape))
-        first += size
     return SectionSelection(
         index,
-        local_ids,
-        remote_ids,
-        np.concatenate([stratum.run_bytes for stratum, _ in chosen]),
-        np.repeat(
-            [units.local.size for _, units in chosen],
-            [stratum.run_bytes.size for stratum, _ in chosen],
-        ),
+        _joined([_ids(s.local_base, units.local) for s, units in chosen]),
+        _joined([_ids(s.remote_base, units.remote) for s, units in chosen]),
+        _joined([s.run_bytes for s, _ in chosen]),
+        _joined([np.full(s.run_bytes.size, u.local.size) for s, u in chosen]),
     )
 
 
-def _outer_sum(
-    base: npt.NDArray[np.int32], units: Ids, out: npt.NDArray[np.int32]
-) -> None:
-    np.add(base[:, None], units.astype(np.int32)[None, :], out=out)
+def _joined(arrays: Sequence[npt.NDArray[IntT]]) -> npt.NDArray[IntT]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _ids(base: npt.NDArray[np.int32], units: Ids) -> npt.NDArray[np.int32]:
+    # The ids are int32 by `MAX_DESCRIPTORS`; the narrowing is of the short side.
+    return (base[:, None] + units.astype(np.int32)).ravel()
