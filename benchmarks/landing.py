@@ -49,7 +49,7 @@ CHOOSING = Bar(
 
 def cases(*, short: bool) -> Iterator[Case]:
     """Every series at every length of run."""
-    needed = 2**22 if short else 2**25
+    needed = 2**22 if short else 2**24
     for run in SHORT_RUNS if short else RUNS:
         # As many heads and tokens as a block of bounded size has room for.
         heads = 8 if 256 * run <= IMAGE_BYTES else 2
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress = Progress(len(todo) * len(TRANSPORTS))
     results = []
     for name, tls in TRANSPORTS.items():
-        for result in run(todo, rounds=1 if options.short else 3, tls=tls):
+        for result in run(todo, rounds=1 if options.short else 2, tls=tls):
             progress.step(f"{name}: {result['series']}, {result['run_bytes']}")
             results.append({"transport": name, **result})
     progress.end()
