@@ -9,6 +9,7 @@ peers are told.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from kvferry.engine.streams import Streams, TcpStreams
 from kvferry.protocol.errors import (
     ConfigError,
     EngineClosed,
+    MisuseError,
     ProtocolViolation,
     UnknownBlock,
 )
@@ -199,6 +201,10 @@ class TransferEngine:
         }
         self._check_groups(spans, ticket.request_id)
         limit_s = self.config.pull_deadline_s if deadline_s is None else deadline_s
+        if math.isnan(limit_s):
+            raise MisuseError(
+                "a deadline that is no number", request_id=ticket.request_id
+            )
         return await self._pulls.run(
             PullRequest(ticket, spans, computed_tokens, trio.current_time() + limit_s)
         )

@@ -417,6 +417,13 @@ async def test_the_wrong_secret_sees_no_metadata(autojump_clock) -> None:
 # Restarts, cuts, crowds.
 
 
+async def fails(engine, ticket, blocks, errors) -> None:
+    """A pull that loses its peer."""
+    with pytest.raises(PeerLost) as caught:
+        await engine.pull(ticket, {GROUP: blocks})
+    errors.append(caught.value)
+
+
 async def test_e1_killed_in_a_read_and_back_at_the_same_address(autojump_clock) -> None:
     """In-flight requests fail, the next one works, the old state is freed."""
     world, producer, consumer = World(), Pool(), Pool()
@@ -425,6 +432,7 @@ async def test_e1_killed_in_a_read_and_back_at_the_same_address(autojump_clock) 
         world.engine("c", consumer, wave_bytes=200, window=2) as decode,
     ):
         where = {}
+        where: dict[str, object] = {}
         for life in range(3):
             process = await world.start(nursery, "p", producer, **where)
             good = process.engine.offer(
@@ -448,16 +456,11 @@ async def test_e1_killed_in_a_read_and_back_at_the_same_address(autojump_clock) 
             world.network.faults.add(
                 CallFault(fabric="c-*", method="post", nth=4, action=process.kill)
             )
-            errors = []
-
-            async def fails(ticket, blocks) -> None:
-                with pytest.raises(PeerLost) as caught:
-                    await decode.pull(ticket, {GROUP: blocks})
-                errors.append(caught.value)
-
+            errors: list[FerryError] = []
             async with trio.open_nursery() as pulls:
                 for i, offer in enumerate(offers):
-                    pulls.start_soon(fails, offer.ticket, [4 + 2 * i, 5 + 2 * i])
+                    blocks = [4 + 2 * i, 5 + 2 * i]
+                    pulls.start_soon(fails, decode, offer.ticket, blocks, errors)
             await process.ended.wait()
             assert len(errors) == 2
             assert all(error.untrusted for error in errors)
@@ -534,6 +537,13 @@ async def test_e4_eight_tasks_make_one_handshake(autojump_clock) -> None:
     assert world.network.faults.calls[name, "connect"] == 1
 
 
+async def after(steps, engine, ticket, blocks) -> None:
+    """A pull that begins some steps later."""
+    for _ in range(steps):
+        await trio.lowlevel.checkpoint()
+    await engine.pull(ticket, blocks)
+
+
 async def test_e4_eight_tasks_and_two_ranks_make_two_handshakes(
     autojump_clock,
 ) -> None:
@@ -545,19 +555,13 @@ async def test_e4_eight_tasks_and_two_ranks_make_two_handshakes(
             world.instance("p", pools) as ranks,
             world.engine("c", consumer) as decode,
         ):
-
-            async def one(number, steps) -> None:
-                for _ in range(steps):
-                    await trio.lowlevel.checkpoint()
-                await decode.pull(tickets[number], {GROUP: [number]})
-
-            tickets = []
-            for i in range(8):
-                _, ticket = offer_all(ranks, pools, f"r{i}", [i], num_tokens=4, salt=i)
-                tickets.append(ticket)
             async with trio.open_nursery() as nursery:
                 for i in range(8):
-                    nursery.start_soon(one, i, i * stagger)
+                    _, ticket = offer_all(
+                        ranks, pools, f"r{i}", [i], num_tokens=4, salt=i
+                    )
+                    blocks = {GROUP: [i]}
+                    nursery.start_soon(after, i * stagger, decode, ticket, blocks)
             assert decode._peers.handshakes == 2
             assert [len(rank._listener) for rank in ranks] == [1, 1]
             assert decode.statistics()["peers"] == 2

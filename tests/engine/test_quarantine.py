@@ -1,0 +1,65 @@
+"""What must not be reused yet, and why."""
+
+from __future__ import annotations
+
+import trio
+import trio.testing
+
+from kvferry.engine import Quarantine, QuarantineEntry, TransferFailed
+
+
+def entry(request_id, blocks) -> QuarantineEntry:
+    """An entry."""
+    return QuarantineEntry(request_id, "p", TransferFailed("x"), 1.0, blocks)
+
+
+async def test_blocks_are_held_as_often_as_they_were_left(autojump_clock) -> None:
+    """Two entries with one block: it is safe after the second."""
+    quarantine = Quarantine()
+    first = entry("a", {"full": (1, 2)})
+    second = entry("b", {"full": (2, 3), "state": (0,)})
+    quarantine.hold(first)
+    quarantine.hold(second)
+    assert [held.request_id for held in quarantine] == ["a", "b"]
+    assert quarantine.blocks("full") == {1, 2, 3}
+    assert quarantine.blocks("state") == {0}
+    assert quarantine.blocks("other") == set()
+    quarantine.reclaim(first)
+    assert quarantine.blocks("full") == {2, 3}
+    assert len(quarantine) == 1
+    quarantine.reclaim(second)
+    assert len(quarantine) == 0
+
+
+async def test_two_entries_that_look_the_same_are_two(autojump_clock) -> None:
+    """A request may fail twice and leave the same blocks."""
+    quarantine = Quarantine()
+    entries = [entry("a", {"full": (1,)}) for _ in range(2)]
+    for one in entries:
+        quarantine.hold(one)
+    quarantine.reclaim(entries[0])
+    assert quarantine.blocks("full") == {1}
+
+
+async def test_waiting_ends_with_the_last_entry(autojump_clock) -> None:
+    """Not with the first one that goes; and at once if there is none."""
+    quarantine = Quarantine()
+    await quarantine.wait_empty()
+    entries = [entry(name, {"full": (1,)}) for name in "ab"]
+    for one in entries:
+        quarantine.hold(one)
+    done = []
+    async with trio.open_nursery() as nursery:
+
+        async def wait() -> None:
+            await quarantine.wait_empty()
+            done.append(True)
+
+        nursery.start_soon(wait)
+        nursery.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        quarantine.reclaim(entries[0])
+        await trio.testing.wait_all_tasks_blocked()
+        assert not done
+        quarantine.reclaim(entries[1])
+    assert done == [True, True]
