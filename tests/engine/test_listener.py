@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from kvferry.engine import HandshakeRefused, PeerLost
+from kvferry.engine import HandshakeRefused, OfferOutcome, PeerLost
 from kvferry.engine.handshake import Credentials, greet
 from kvferry.engine.link import FramedStream
 from kvferry.protocol.handshake import Card, Hello, encode
@@ -169,6 +169,28 @@ async def test_a_second_instance_cannot_take_over_an_offer(autojump_clock) -> No
         answer = await ask(first, ReadFinished("r", offer_id, 0))
         assert isinstance(answer, Confirmed)
         assert offer.outcome is not None
+
+
+@pytest.mark.parametrize("question", [Renew, ReadFinished])
+async def test_a_producer_that_slept_past_the_lease_knows(
+    autojump_clock, question
+) -> None:
+    """What it hears first after a pause is refused, before its own sweep has run."""
+    world, producer = World(), Pool()
+    async with world.engine("p", producer, lease_s=5.0) as prefill:
+        offer = prefill.offer("r", producer.stamp([1], num_tokens=4), num_tokens=4)
+        offer_id = offer.ticket.ranks[0].offer_id
+        framed = await connected(world, prefill)
+        await ask(framed, Renew("r", offer_id, 0, (Rank(),)))
+        (link,) = prefill._listener._links
+        readers = ((Rank(),),) if question is Renew else ()
+        # No other task runs between these two lines.
+        autojump_clock.jump(5.0)
+        prefill._offers.handle(link, question("r", offer_id, 0, *readers))
+        assert offer.outcome is OfferOutcome.EXPIRED
+        answer = decode_message(await framed.receive())
+        assert answer == Refused("r", 0, RefusedReason.EXPIRED)
+        at_base(prefill)
 
 
 async def test_a_closing_engine_says_goodbye(autojump_clock) -> None:
