@@ -200,6 +200,7 @@ class TransferEngine:
             for name, given in blocks.items()
         }
         self._check_groups(spans, ticket.request_id)
+        self._check_free(spans, ticket.request_id)
         limit_s = self.config.pull_deadline_s if deadline_s is None else deadline_s
         if math.isnan(limit_s):
             raise MisuseError(
@@ -248,6 +249,19 @@ class TransferEngine:
                 f"{what} group {name!r}; blocks are due for {sorted(known)}",
                 request_id=request_id,
             )
+
+    def _check_free(self, spans: Mapping[str, Span], request_id: str) -> None:
+        """A block that an earlier transfer may still write to holds nobody's cache."""
+        if not self.quarantine:
+            return
+        for name, span in spans.items():
+            held = self.quarantine.blocks(name).intersection(span.block_ids)
+            if held:
+                raise MisuseError(
+                    f"group {name!r}: blocks {sorted(held)[:8]} are in quarantine;"
+                    " await engine.quarantine.wait_empty(), or give others",
+                    request_id=request_id,
+                )
 
     def _take_notice(self, notice: Notice) -> None:
         """Pulls need no notices: whatever arrives is counted, and changes nothing."""

@@ -73,6 +73,12 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spans: Annotated[dict[Name, TicketSpan], msgspec.Meta(max_length=256)]
     protocol: Protocol = PROTOCOL_VERSION
 
+    def __post_init__(self) -> None:
+        """Refuse a rank that is listed twice: its bytes would be read twice."""
+        if len({offer.rank for offer in self.ranks}) < len(self.ranks):
+            listed = ", ".join(str(offer.rank) for offer in self.ranks[:8])
+            raise BadTicket(f"a rank twice among {listed}", request_id=self.request_id)
+
     @classmethod
     def merge(cls, tickets: Iterable[Ticket]) -> Ticket:
         """One ticket out of those that the ranks of one instance made for a request.
@@ -88,11 +94,6 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for other in tickets[1:]:
             _check_same_request(first, other)
         ranks = tuple(offer for ticket in tickets for offer in ticket.ranks)
-        if len({offer.rank for offer in ranks}) < len(ranks):
-            raise BadTicket(
-                f"a rank twice among {[str(offer.rank) for offer in ranks]}",
-                request_id=first.request_id,
-            )
         lease_s = min(ticket.lease_s for ticket in tickets)
         return msgspec.structs.replace(first, ranks=ranks, lease_s=lease_s)
 

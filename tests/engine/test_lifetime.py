@@ -11,6 +11,7 @@ from kvferry.engine import (
     EngineClosed,
     FerryError,
     LeaseExpired,
+    MisuseError,
     OfferOutcome,
     PeerLost,
     TransferFailed,
@@ -126,6 +127,9 @@ async def test_l1_a_peer_that_dies_while_stopped_frees_the_quarantine(
         assert decode.quarantine.blocks(GROUP) == set(OURS)
         await trio.sleep(5)
         assert decode.quarantine.blocks(GROUP) == set(OURS)
+        # Not even the engine itself may land anything else in them.
+        with pytest.raises(MisuseError, match="in quarantine"):
+            await decode.pull(offer.ticket, {GROUP: OURS})
         process.kill()
         await decode.quarantine.wait_empty()
         consumer.fill(OURS, REUSED)

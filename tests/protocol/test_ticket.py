@@ -42,7 +42,9 @@ tickets = st.builds(
     request_id=names,
     num_tokens=st.integers(1, 2**40 - 1),
     lease_s=st.floats(0, 86_400, exclude_min=True),
-    ranks=st.lists(offers, min_size=1, max_size=4).map(tuple),
+    ranks=st.lists(offers, min_size=1, max_size=4, unique_by=lambda o: o.rank).map(
+        tuple
+    ),
     spans=st.dictionaries(names, spans, max_size=4),
 )
 
@@ -181,3 +183,13 @@ def test_merge_refuses_what_is_not_one_request(
     """Tickets that differ would pair blocks of different requests."""
     with pytest.raises(BadTicket, match=fact):
         Ticket.merge(tickets)
+
+
+def test_a_rank_listed_twice_is_no_ticket() -> None:
+    """Whoever wrote it: its bytes would be read twice."""
+    plain = TICKET.to_dict()
+    plain["ranks"] *= 2
+    with pytest.raises(BadTicket, match="a rank twice"):
+        Ticket.from_dict(plain)
+    with pytest.raises(BadTicket, match="a rank twice"):
+        Ticket.from_bytes(msgspec.msgpack.encode(plain))
