@@ -334,8 +334,8 @@ async def open_engine(
 
     Args:
         config: The configuration.
-        cache: The cache; its tensors must stay alive and in place until the
-            engine is closed.
+        cache: The cache, which keeps its tensors alive; they must stay in place
+            until the engine is closed.
         fabric: The transport; NIXL over UCX by default, for which a cache in
             device memory makes its device this thread's current one. The engine
             closes it.
