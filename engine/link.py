@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvferry.protocol.errors import FerryError, PeerLost
-from kvferry.protocol.framing import MAX_LINK_BYTES, FrameDecoder, encode_frame
+from kvferry.protocol.errors import FerryError, MisuseError, PeerLost
+from kvferry.protocol.framing import (
+    MAX_HELLO_BYTES,
+    MAX_LINK_BYTES,
+    FrameDecoder,
+    encode_frame,
+)
 from kvferry.protocol.link import Goodbye, decode_message, encode_message
 
 if TYPE_CHECKING:
@@ -31,9 +36,9 @@ class FramedStream:
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self._stream = stream
-        self._decoder = FrameDecoder(limit_bytes=MAX_LINK_BYTES)
+        self._decoder = FrameDecoder(limit_bytes=MAX_HELLO_BYTES)
 
-    async def receive(self, *, limit_bytes: int = MAX_LINK_BYTES) -> bytes:
+    async def receive(self, *, limit_bytes: int = MAX_HELLO_BYTES) -> bytes:
         """The next payload.
 
         Raises:
@@ -51,7 +56,7 @@ class FramedStream:
             self._decoder.feed(chunk)
         return payload
 
-    async def send(self, payload: bytes, *, limit_bytes: int = MAX_LINK_BYTES) -> None:
+    async def send(self, payload: bytes, *, limit_bytes: int = MAX_HELLO_BYTES) -> None:
         """Send one payload.
 
         Raises:
@@ -95,11 +100,18 @@ class Link:
         Raises:
             PeerLost: The link has ended, or the peer has not read for so long
                 that the queue is full, which ends the link.
+            MisuseError: The message is longer than any peer would take.
         """
         if self._cause is not None:
             raise PeerLost(self._cause.detail, peer=str(self.peer))
+        payload = encode_message(message)
+        if len(payload) > MAX_LINK_BYTES:
+            raise MisuseError(
+                f"a {type(message).__name__} of {len(payload)} bytes is over the limit"
+                f" of {MAX_LINK_BYTES}"
+            )
         try:
-            self._outwards.send_nowait(encode_message(message))
+            self._outwards.send_nowait(payload)
         except trio.ClosedResourceError as exc:
             raise PeerLost("the link is closing", peer=str(self.peer)) from exc
         except trio.WouldBlock as exc:
@@ -146,7 +158,9 @@ class Link:
     async def _read(self, deliver: Callable[[LinkMessage], None]) -> None:
         try:
             while True:
-                message = decode_message(await self._framed.receive())
+                message = decode_message(
+                    await self._framed.receive(limit_bytes=MAX_LINK_BYTES)
+                )
                 if isinstance(message, Goodbye):
                     self.end(PeerLost(f"the peer said goodbye: {message.detail}"))
                     return
@@ -158,7 +172,7 @@ class Link:
     async def _write(self) -> None:
         try:
             async for payload in self._queue:
-                await self._framed.send(payload)
+                await self._framed.send(payload, limit_bytes=MAX_LINK_BYTES)
             self._flushed.set()
         except FerryError as error:
             error.peer = str(self.peer)

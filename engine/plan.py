@@ -15,8 +15,9 @@
     selection.untrusted, selection.tails, selection.bytes, selection.descriptors
 
 *Local* is the consumer, where the bytes end up, and *remote* the producer's
-ranks. A producer that pushes plans the same way, from the consumer's layout and
-its own instance's, and mirrors the sections and selections of its own key.
+ranks. A producer that pushes plans the same way, from the consumer's layout, reduced
+to its own share by `kvferry.engine.claims`, and its own; it prepares the sections
+mirrored, and posts writes.
 
 Owned here: who provides what (`Holder`, replicas, missing layers), and that no
 plan leaves without its proof of coverage. Runs are made in `runs`, rows in
@@ -42,7 +43,13 @@ from kvferry.engine.sections import (
     StratumKey,
     build_sections,
 )
-from kvferry.engine.selection import SectionSelection, Selection, Selector, Tail
+from kvferry.engine.selection import (
+    Clip,
+    SectionSelection,
+    Selection,
+    Selector,
+    Tail,
+)
 from kvferry.engine.spans import Context, Side, Span
 from kvferry.engine.validity import check_layout
 from kvferry.protocol.errors import ImpossiblePlan
@@ -62,6 +69,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = (
+    "Clip",
+    "Pairing",
     "PeerPlan",
     "Plan",
     "Section",
@@ -95,6 +104,7 @@ class Plan(Generic[KeyT]):
         local: Mapping[str, Span],
         remote: Mapping[str, Span],
         computed_tokens: int = 0,
+        clip: Clip | None = None,
     ) -> Selection[KeyT]:
         """What one request moves and zeroes.
 
@@ -104,6 +114,7 @@ class Plan(Generic[KeyT]):
                 producer's. Blocks beyond ``num_tokens`` get no bytes. ``remote`` is
                 not looked at when nothing is to be moved.
             computed_tokens: The consumer holds the tokens before this one already.
+            clip: Only what has become ready just now; everything by default.
 
         Raises:
             UnknownBlock: A block is not in its pool, listed twice on the consumer's
@@ -117,6 +128,7 @@ class Plan(Generic[KeyT]):
             computed_tokens=computed_tokens,
             local=local,
             remote=remote,
+            clip=clip,
         )
         return selector.select(self.peers)
 
@@ -128,6 +140,7 @@ def prepare_plan(
     reader: int = 0,
     skip_groups: frozenset[str] = frozenset(),
     policy: LandingPolicy = LandingPolicy(),  # noqa: B008 - frozen
+    is_partial: bool = False,
 ) -> Plan[KeyT]:
     """Pair a consumer's layout with its producers', and prove that it is covered.
 
@@ -140,6 +153,8 @@ def prepare_plan(
             its holders by it.
         skip_groups: Local groups that the caller has agreed not to transfer.
         policy: Whether short runs may land in bulk; by default all land directly.
+        is_partial: ``remotes`` are not all ranks, and ``local`` is what these are to
+            fill (`kvferry.engine.claims`): tokens of other context ranks are theirs.
 
     Raises:
         ImpossiblePlan: The layouts cannot be paired, or one of them contradicts
@@ -150,7 +165,7 @@ def prepare_plan(
     for key, remote in remotes.items():
         check_layout(remote, side=f"producer {key}")
     groups = {g.name: g for g in local.groups if g.name not in skip_groups}
-    pairing = _Pairing(remotes, reader)
+    pairing = Pairing(remotes, reader, is_partial=is_partial)
     contributions: dict[KeyT, list[Contribution]] = {key: [] for key in remotes}
     for group in groups.values():
         for key, contribution in pairing.of_group(group):
@@ -177,15 +192,35 @@ class Holder(NamedTuple, Generic[KeyT]):
     part: PartLayout
 
 
-class _Pairing(Generic[KeyT]):
+class Share(NamedTuple, Generic[KeyT]):
+    """The units of a local part that one remote rank provides."""
+
+    field: FieldLayout
+    part: PartLayout
+    holder: Holder[KeyT]
+    overlap: Overlap
+
+
+class Pairing(Generic[KeyT]):
     """Finds, for every local part, who provides which units of it.
 
-    Lives for one `prepare_plan`; remembers geometries, so that equal layers cost
-    one look-up.
+    Lives for one plan; remembers geometries, so that equal layers cost one look-up.
+
+    Args:
+        remotes: As in `prepare_plan`.
+        reader: As in `prepare_plan`.
+        is_partial: As in `prepare_plan`.
     """
 
-    def __init__(self, remotes: Mapping[KeyT, CacheLayout], reader: int) -> None:
+    def __init__(
+        self,
+        remotes: Mapping[KeyT, CacheLayout],
+        reader: int,
+        *,
+        is_partial: bool = False,
+    ) -> None:
         self._reader = reader
+        self._is_partial = is_partial
         self._holders: dict[tuple[str, ...], list[Holder[KeyT]]] = defaultdict(list)
         self._pieces: dict[tuple[object, ...], Pieces] = {}
         self._contexts: dict[str, dict[Context, set[KeyT]]] = defaultdict(dict)
@@ -200,15 +235,18 @@ class _Pairing(Generic[KeyT]):
 
     def of_group(self, group: GroupLayout) -> Iterator[tuple[KeyT, Contribution]]:
         """What each remote rank contributes to a local group."""
-        _check_contexts(group.name, list(self._contexts[group.name]))
+        for share in self.shares(group):
+            yield share.holder.key, self._contribution(group, share)
+
+    def shares(self, group: GroupLayout) -> Iterator[Share[KeyT]]:
+        """Who provides what of a local group."""
+        if not self._is_partial:
+            _check_contexts(group.name, list(self._contexts[group.name]))
         for field in group.fields:
             for part in field.parts:
                 for holders in self._by_context(group, field, part):
                     for holder, overlap in assign(field, part, holders, self._reader):
-                        yield (
-                            holder.key,
-                            self._contribution(group, field, part, holder, overlap),
-                        )
+                        yield Share(field, part, holder, overlap)
 
     def _by_context(
         self, group: GroupLayout, field: FieldLayout, part: PartLayout
@@ -226,14 +264,8 @@ class _Pairing(Generic[KeyT]):
         for keys in self._contexts[group.name].values():
             yield [holder for holder in holders if holder.key in keys]
 
-    def _contribution(
-        self,
-        group: GroupLayout,
-        field: FieldLayout,
-        part: PartLayout,
-        holder: Holder[KeyT],
-        overlap: Overlap,
-    ) -> Contribution:
+    def _contribution(self, group: GroupLayout, share: Share[KeyT]) -> Contribution:
+        field, part, holder, overlap = share
         key = StratumKey(
             group.name,
             Side.of(group, field),

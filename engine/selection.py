@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = (
     "BulkSelection",
+    "Clip",
     "Piece",
     "SectionSelection",
     "Selection",
@@ -46,6 +47,20 @@ __all__ = (
 
 KeyT = TypeVar("KeyT", bound="Hashable")
 IntT = TypeVar("IntT", bound="np.integer")
+
+
+class Clip(NamedTuple):
+    """A part of a request: what has become ready just now.
+
+    A request's clips, taken together, select every descriptor exactly once.
+
+    Attributes:
+        ready: Tokens ``[first, last)`` around the new ones that are all ready.
+        new: Tokens ``[first, last)`` in it that were not ready before.
+    """
+
+    ready: tuple[int, int]
+    new: tuple[int, int]
 
 
 class Tail(NamedTuple):
@@ -294,6 +309,7 @@ class Selector:
         computed_tokens: int,
         local: Mapping[str, Span],
         remote: Mapping[str, Span],
+        clip: Clip | None = None,
     ) -> None:
         if num_tokens < 0 or computed_tokens < 0:
             raise ImpossiblePlan(
@@ -303,6 +319,7 @@ class Selector:
         self._groups = groups
         self._num_tokens = num_tokens
         self._computed_tokens = computed_tokens
+        self._clip = clip
         self._spans = {
             "consumer": _spans_of(local, groups, "consumer"),
             "producer": _spans_of(remote, groups, "producer")
@@ -382,7 +399,9 @@ class Selector:
         for side, ids in (("consumer", local), ("producer", remote)):
             if (ids == ABSENT).any():
                 raise UnknownBlock(f"group {key.group!r}: a {side} slot is None")
-        return _Units(local, remote, (0, local.size)) if local.size else None
+        if not local.size or not self._is_all_ready():
+            return None
+        return _Units(local, remote, (0, local.size))
 
     def _wanted(self, key: StratumKey) -> tuple[int, int]:
         """Tokens to move, rounded to units.
@@ -404,7 +423,26 @@ class Selector:
                 f"group {key.group!r}: computed_tokens {first} is not a multiple of"
                 f" {unit}, the tokens that both sides' blocks have in common"
             )
-        return first, -(-last // unit) * unit
+        last = -(-last // unit) * unit
+        return (first, last) if self._clip is None else self._clipped(first, last, unit)
+
+    def _clipped(self, first: int, last: int, unit: int) -> tuple[int, int]:
+        """Units that are ready as a whole, and were not before.
+
+        The last one is when all of its wanted tokens are.
+        """
+        clip = self._clip or Clip((0, last), (0, last))
+        (begin, end), (new_first, new_last) = clip
+        if end < self._num_tokens:
+            last = min(last, end // unit * unit)
+        first = max(first, -(-begin // unit) * unit, new_first // unit * unit)
+        return first, min(last, -(-new_last // unit) * unit)
+
+    def _is_all_ready(self) -> bool:
+        """A state is whole: it goes when the last token of the request is there."""
+        return self._clip is None or (
+            self._clip.ready[0] == 0 and self._clip.ready[1] >= self._num_tokens
+        )
 
     def _placement(self, name: str, group: str, side: Side) -> Placement:
         key = (name, group, side)

@@ -23,6 +23,9 @@
     |-- TransferError          the bytes: the request failed, a new one may work
     |   |-- TransferFailed       the transport reported a failure
     |   |-- LeaseExpired         the blocks were not held to the last byte
+    |   |-- PushAborted          the producer gave up a push before all was there
+    |   |-- PushRevoked          the consumer took its blocks back under a push
+    |   |-- IncompletePush       a push was committed, and a part never became ready
     |   `-- DeadlineExceeded     it took longer than the caller allows
     |-- EngineClosed           the engine is closing or closed
     `-- FerryInternalError     we: please report it
@@ -50,6 +53,7 @@ __all__ = (
     "FerryInternalError",
     "HandshakeRefused",
     "ImpossiblePlan",
+    "IncompletePush",
     "LeaseExpired",
     "MisuseError",
     "OfferRefused",
@@ -59,6 +63,8 @@ __all__ = (
     "PeerLost",
     "PeerUnreachable",
     "ProtocolViolation",
+    "PushAborted",
+    "PushRevoked",
     "RequestInUse",
     "TransferError",
     "TransferFailed",
@@ -207,6 +213,18 @@ class TransferFailed(TransferError):
 
 class LeaseExpired(TransferError):
     """The producer did not hold the blocks up to the last byte."""
+
+
+class PushAborted(TransferError):
+    """The producer gave up its push before every byte was there."""
+
+
+class PushRevoked(TransferError):
+    """The consumer took its blocks back before the push had landed."""
+
+
+class IncompletePush(TransferError):
+    """A push was committed although some of its blocks had never become ready."""
 
 
 class DeadlineExceeded(TransferError):

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from kvferry.protocol.errors import MisuseError, ProtocolViolation
 
-__all__ = ("MAX_CARD_BYTES", "MAX_LINK_BYTES", "FrameDecoder", "encode_frame")
+__all__ = (
+    "MAX_CARD_BYTES",
+    "MAX_HELLO_BYTES",
+    "MAX_LINK_BYTES",
+    "FrameDecoder",
+    "encode_frame",
+)
 
 HEADER_BYTES = 4
 
-MAX_LINK_BYTES = 64 * 1024
-"""Limit of a frame on an open link, and of the hello: all of them are small."""
+MAX_HELLO_BYTES = 64 * 1024
+"""Limit of what an unknown dialler may send first."""
+
+MAX_LINK_BYTES = 8 * 1024 * 1024
+"""Limit of a frame on an open link: a million block ids of a push's destination."""
 
 MAX_CARD_BYTES = 16 * 1024 * 1024
 """Limit of the one large frame, the introduction with a rank's layout.

@@ -15,17 +15,30 @@ import msgspec
 
 from kvferry.protocol.errors import ProtocolViolation
 from kvferry.protocol.identity import EngineKey, Rank
+from kvferry.protocol.layout import CacheLayout
+from kvferry.protocol.notices import TOKEN_BYTES
+from kvferry.protocol.ticket import TicketSpan
 
 __all__ = (
+    "Aborted",
+    "AbortedReason",
+    "Claim",
     "Confirmed",
     "Decline",
+    "Extend",
+    "Finished",
     "Goodbye",
+    "Landed",
     "LinkMessage",
     "ReadFinished",
     "Refused",
     "RefusedReason",
+    "Register",
+    "Registered",
     "Renew",
     "Renewed",
+    "Revoke",
+    "Revoked",
     "decode_message",
     "encode_message",
 )
@@ -115,13 +128,148 @@ class Decline(msgspec.Struct, frozen=True, tag="decline", forbid_unknown_fields=
     detail: Detail = ""
 
 
+class Claim(msgspec.Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
+    """Consumer: my share of what you hold, if you push to me.
+
+    Sent once for each set of producer ranks; `Register` refers to it by number.
+    Of a unit that several producer ranks hold, exactly one finds it in its claim.
+
+    Attributes:
+        number: Anything that the consumer has not used on this link.
+        sheets: Layouts of the consumer's own memory, reduced to what this rank is
+            to write; nothing is in two of them. Their regions are empty: those of
+            the handshake count.
+    """
+
+    number: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    sheets: Annotated[tuple[CacheLayout, ...], msgspec.Meta(max_length=16)]
+
+
+class Register(msgspec.Struct, frozen=True, tag="register", forbid_unknown_fields=True):
+    """Consumer: write here what you push for this request.
+
+    Attributes:
+        claim: Number of the `Claim` that says which part is yours.
+        token: What your notices show, unguessable for anyone else.
+        computed_tokens: Nothing before this position is written.
+        spans: Per group the consumer's blocks.
+        readers: All ranks of the consumer's instance; the push is over when each
+            has landed.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    claim: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    token: Annotated[
+        bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)
+    ]
+    computed_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+    spans: Annotated[dict[RequestId, TicketSpan], msgspec.Meta(max_length=256)]
+    readers: Readers
+
+
+class Registered(
+    msgspec.Struct, frozen=True, tag="registered", forbid_unknown_fields=True
+):
+    """Producer: it may be written for another ``lease_s`` seconds without a word of yours."""
+
+    request_id: RequestId
+    attempt: Attempt
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+
+
+class Extend(msgspec.Struct, frozen=True, tag="extend", forbid_unknown_fields=True):
+    """Consumer: I hold the blocks on."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
+    """Producer: every byte of your claim has been written.
+
+    Attributes:
+        num_tokens: Tokens in the cache.
+        parts: Waves that it came in; a notice tells the arrival of each.
+        bytes: How many bytes that were.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
+    parts: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+
+
+class Landed(msgspec.Struct, frozen=True, tag="landed", forbid_unknown_fields=True):
+    """Consumer: it is all there, from every rank."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
+class AbortedReason(enum.Enum):
+    """Why a push does not come, or not to its end."""
+
+    EXPIRED = "expired"
+    """The consumer's registration was not extended in time."""
+    SPENT = "spent"
+    """The push is over, or is another instance's."""
+    MISFIT = "misfit"
+    """The blocks that were registered cannot take it; nothing was written."""
+    INCOMPLETE = "incomplete"
+    """The producer committed it with a part missing."""
+    FAILED = "failed"
+
+
+class Aborted(msgspec.Struct, frozen=True, tag="aborted", forbid_unknown_fields=True):
+    """Producer: the rest will not come. What is in flight may still land: `Revoke`."""
+
+    request_id: RequestId
+    attempt: Attempt
+    reason: AbortedReason
+    detail: Detail = ""
+
+
+class Revoke(msgspec.Struct, frozen=True, tag="revoke", forbid_unknown_fields=True):
+    """Consumer: I want my blocks back, or do not want the push at all."""
+
+    request_id: RequestId
+    attempt: Attempt
+    readers: Readers
+
+
+class Revoked(msgspec.Struct, frozen=True, tag="revoked", forbid_unknown_fields=True):
+    """Producer: nothing of this attempt touches your blocks, and nothing will."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye", forbid_unknown_fields=True):
     """Either side: this engine is closing; nothing follows."""
 
     detail: Detail = ""
 
 
-LinkMessage = Renew | Renewed | ReadFinished | Confirmed | Refused | Decline | Goodbye
+LinkMessage = (
+    Renew
+    | Renewed
+    | ReadFinished
+    | Confirmed
+    | Refused
+    | Decline
+    | Claim
+    | Register
+    | Registered
+    | Extend
+    | Finished
+    | Landed
+    | Aborted
+    | Revoke
+    | Revoked
+    | Goodbye
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)

@@ -20,17 +20,17 @@ TOKEN_BYTES = 16
 
 
 class Written(msgspec.Struct, frozen=True, tag="written", forbid_unknown_fields=True):
-    """The bytes of part ``part`` of ``parts`` have arrived.
+    """The bytes of part ``part`` have arrived; `link.Finished` says how many there are.
 
     Attributes:
-        token: The landing's token, unguessable for anyone else.
+        token: What the consumer chose for this landing and this producer rank,
+            unguessable for anyone else.
     """
 
     token: Annotated[
         bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)
     ]
     part: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-    parts: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -49,9 +49,6 @@ def decode_notice(payload: bytes) -> Written:
         ProtocolViolation: It is not a notice.
     """
     try:
-        notice = _decoder.decode(payload)
+        return _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ProtocolViolation(f"not a notice: {exc}") from exc
-    if notice.part >= notice.parts:
-        raise ProtocolViolation(f"part {notice.part} of {notice.parts} parts")
-    return notice

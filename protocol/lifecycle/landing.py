@@ -1,0 +1,577 @@
+"""The lifecycle of a landing, on the consumer: blocks that a producer pushes into.
+
+::
+
+    new -> connecting -> planned -> registered -> finishing -> done
+
+    connecting, planned -> failed | cancelled
+    registered -> revoking -> failed | cancelled | quarantined -> reclaimed
+
+Owned here: "done" is reached only when every source has said that it has written
+all, and every one of its parts has been seen to arrive (invariant 1); once a source
+has been told of the blocks, they come back only when it has said that nothing of
+it touches them, or that all is written and all has arrived (invariant 3). A source
+that cannot say so leaves them in quarantine (case l4).
+
+Not here: which bytes a part has, who a source is, what time it is.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvferry.protocol.errors import (
+    DeadlineExceeded,
+    FerryError,
+    FerryInternalError,
+    PushAborted,
+)
+from kvferry.protocol.lifecycle.machine import (
+    Effect,
+    Event,
+    Machine,
+    Row,
+    total_table,
+)
+
+__all__ = (
+    "EVENTS",
+    "OVER",
+    "AwaitBlocks",
+    "BlocksReady",
+    "CancelRequested",
+    "Claimed",
+    "Connect",
+    "DeclinePush",
+    "FinishEnded",
+    "FinishFailed",
+    "LandingFailed",
+    "LandingMachine",
+    "LandingStarted",
+    "LandingState",
+    "LandingTicked",
+    "PartArrived",
+    "QuarantineBlocks",
+    "ReclaimBlocks",
+    "RunFinish",
+    "SendExtend",
+    "SendLanded",
+    "SendRegister",
+    "SendRevoke",
+    "SourceFailed",
+    "SourceFinished",
+    "SourceLost",
+    "SourceRevoked",
+)
+
+
+class LandingState(enum.Enum):
+    """Where a landing is."""
+
+    NEW = "new"
+    CONNECTING = "connecting"
+    PLANNED = "planned"
+    """The sources are connected; the caller's event has not come yet."""
+    REGISTERED = "registered"
+    """The sources know the blocks, and may write."""
+    FINISHING = "finishing"
+    REVOKING = "revoking"
+    """It will fail or be cancelled, once no source can write any more."""
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    QUARANTINED = "quarantined"
+    """It failed or was cancelled, and some source may still write."""
+    RECLAIMED = "reclaimed"
+    """The last of those sources has answered: the blocks are safe again."""
+
+
+OVER = frozenset(
+    {
+        LandingState.DONE,
+        LandingState.FAILED,
+        LandingState.CANCELLED,
+        LandingState.QUARANTINED,
+        LandingState.RECLAIMED,
+    }
+)
+"""The states in which the request has its outcome."""
+
+
+class LandingStarted(Event, frozen=True):
+    """The caller expects a push."""
+
+
+class Claimed(Event, frozen=True):
+    """The sources are connected, and each knows its share."""
+
+    sources: int
+
+
+class BlocksReady(Event, frozen=True):
+    """The caller's event has come: the destination may be written."""
+
+
+class PartArrived(Event, frozen=True):
+    """A source's notice: the bytes of one of its waves are there."""
+
+    source: int
+    part: int
+
+
+class SourceFinished(Event, frozen=True):
+    """A source has written everything, in so many parts."""
+
+    source: int
+    parts: int
+
+
+class SourceFailed(Event, frozen=True):
+    """A source will not write the rest; it still answers."""
+
+    source: int
+    cause: FerryError
+
+
+class SourceLost(Event, frozen=True):
+    """Nobody answers there any more."""
+
+    source: int
+    cause: FerryError
+
+
+class SourceRevoked(Event, frozen=True):
+    """A source says that nothing of it touches our blocks any more."""
+
+    source: int
+
+
+class FinishEnded(Event, frozen=True):
+    """The finish stage has zeroed what it should."""
+
+
+class FinishFailed(Event, frozen=True):
+    """The finish stage could not."""
+
+    cause: FerryError
+
+
+class LandingFailed(Event, frozen=True):
+    """Something outside the sources went wrong: a connection, the plan, the engine."""
+
+    cause: FerryError
+
+
+class CancelRequested(Event, frozen=True):
+    """The caller does not want it any more."""
+
+
+class LandingTicked(Event, frozen=True):
+    """The machine's deadline has come."""
+
+
+EVENTS: tuple[type[Event], ...] = (
+    LandingStarted,
+    Claimed,
+    BlocksReady,
+    PartArrived,
+    SourceFinished,
+    SourceFailed,
+    SourceLost,
+    SourceRevoked,
+    FinishEnded,
+    FinishFailed,
+    LandingFailed,
+    CancelRequested,
+    LandingTicked,
+)
+
+
+class Connect(Effect, frozen=True):
+    """Connect the sources and tell their shares; answer `Claimed` or `LandingFailed`."""
+
+
+class AwaitBlocks(Effect, frozen=True):
+    """Wait for the caller's event; answer `BlocksReady` or `LandingFailed`."""
+
+
+class SendRegister(Effect, frozen=True):
+    """Tell every source where to write."""
+
+
+class SendExtend(Effect, frozen=True):
+    """Tell these sources that we hold the blocks on."""
+
+    sources: tuple[int, ...]
+
+
+class RunFinish(Effect, frozen=True):
+    """Run the finish stage; answer `FinishEnded` or `FinishFailed`."""
+
+
+class SendLanded(Effect, frozen=True):
+    """Tell every source that all of it is there."""
+
+
+class SendRevoke(Effect, frozen=True):
+    """Ask these sources for the blocks; each answers `SourceRevoked`.
+
+    One that cannot be reached is asked again until it answers.
+    """
+
+    sources: tuple[int, ...]
+
+
+class DeclinePush(Effect, frozen=True):
+    """Tell every source that we do not want it; none of them knows our blocks."""
+
+
+class QuarantineBlocks(Effect, frozen=True):
+    """Keep the blocks back: these sources may still write."""
+
+    sources: tuple[int, ...]
+
+
+class ReclaimBlocks(Effect, frozen=True):
+    """Let the quarantined blocks go."""
+
+
+@dataclass
+class _Source:
+    """What is known of one source.
+
+    Attributes:
+        parts: How many it has written in all; None until it says so.
+        arrived: Those that its notices have told of.
+        is_safe: It has said that nothing of it touches our blocks.
+        is_lost: Nobody answers there.
+    """
+
+    parts: int | None = None
+    arrived: set[int] = field(default_factory=set)
+    is_safe: bool = False
+    is_lost: bool = False
+
+    @property
+    def is_written(self) -> bool:
+        """All that it had to write is there: it will not write again."""
+        return self.parts is not None and len(self.arrived) == self.parts
+
+    @property
+    def may_write(self) -> bool:
+        return not (self.is_safe or self.is_written)
+
+
+_Decision = tuple[enum.Enum, list[Effect]]
+
+
+class LandingMachine(Machine[LandingState]):
+    """One landing.
+
+    Args:
+        deadline_at: When it fails if it has not got to its finish stage.
+        extend_every_s: Seconds between two extensions of its lease.
+        grace_s: How long the sources may take to answer a revocation before the
+            blocks are quarantined.
+        max_parts: Most parts of one source; more is a failure of the source.
+    """
+
+    def __init__(
+        self,
+        *,
+        deadline_at: float,
+        extend_every_s: float,
+        grace_s: float,
+        max_parts: int = 2**20,
+    ) -> None:
+        super().__init__(LandingState.NEW)
+        self.cause: FerryError | None = None
+        """Why it failed; None while it has not, and when it was cancelled."""
+        self._deadline_at = deadline_at
+        self._extend_every_s = extend_every_s
+        self._extend_at = deadline_at
+        self._grace_s = grace_s
+        self._grace_at = deadline_at
+        self._max_parts = max_parts
+        self._is_cancelled = False
+        self._is_finishing = False  # after the finish stage outran its grace
+        self._sources: list[_Source] = []
+
+    @property
+    def deadline(self) -> float | None:
+        """When the next `LandingTicked` is due."""
+        match self.state:
+            case LandingState.CONNECTING | LandingState.PLANNED:
+                return self._deadline_at
+            case LandingState.REGISTERED:
+                return min(self._deadline_at, self._extend_at)
+            case LandingState.FINISHING | LandingState.REVOKING:
+                return self._grace_at
+            case _:
+                return None
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """Sources that may still write."""
+        return tuple(i for i, s in enumerate(self._sources) if s.may_write)
+
+    @property
+    def arrived(self) -> int:
+        """Parts that have arrived, of all sources."""
+        return sum(len(source.arrived) for source in self._sources)
+
+    # Decisions: each is one row's `decide` and runs inside `step` alone.
+
+    def _start(self, _event: LandingStarted, _now: float) -> _Decision:
+        return LandingState.CONNECTING, [Connect()]
+
+    def _claim(self, event: Claimed, _now: float) -> _Decision:
+        if event.sources < 1:
+            raise FerryInternalError("a landing without sources")
+        self._sources = [_Source() for _ in range(event.sources)]
+        return LandingState.PLANNED, [AwaitBlocks()]
+
+    def _register(self, _event: BlocksReady, now: float) -> _Decision:
+        self._extend_at = now + self._extend_every_s
+        return LandingState.REGISTERED, [SendRegister()]
+
+    def _arrive(self, event: PartArrived, now: float) -> _Decision:
+        source = self._sources[event.source]
+        most = self._max_parts if source.parts is None else source.parts
+        if event.part in source.arrived or event.part >= most:
+            self.ignored += 1  # delivered twice, or made up
+            return self.state, []
+        source.arrived.add(event.part)
+        return self._advance(now)
+
+    def _finished(self, event: SourceFinished, now: float) -> _Decision:
+        source = self._sources[event.source]
+        if source.parts is not None or source.is_safe:
+            self.ignored += 1
+            return self.state, []
+        source.parts = event.parts
+        # Parts beyond those it says there are were never its own.
+        source.arrived = {part for part in source.arrived if part < event.parts}
+        return self._advance(now)
+
+    def _advance(self, now: float) -> _Decision:
+        """Go on when the last part of the last source is there."""
+        if self.state is LandingState.REVOKING:
+            return self._revoked()
+        if not all(source.is_written for source in self._sources):
+            return LandingState.REGISTERED, []
+        self._grace_at = now + self._grace_s
+        return LandingState.FINISHING, [RunFinish()]
+
+    def _fail_source(self, event: SourceFailed, now: float) -> _Decision:
+        return self._fail(event.cause, now)
+
+    def _lose_source(self, event: SourceLost, now: float) -> _Decision:
+        source = self._sources[event.source]
+        source.is_lost = True
+        if not source.may_write:
+            # It has written all: its part is done, whatever becomes of it.
+            return self.state, []
+        return self._fail(event.cause, now)
+
+    def _source_revoked(self, event: SourceRevoked, now: float) -> _Decision:
+        """A source that says so unasked has given up."""
+        self._sources[event.source].is_safe = True
+        if self.state is LandingState.REVOKING:
+            return self._revoked()
+        return self._fail(PushAborted("the producer gave up without a word"), now)
+
+    def _finish(self, _event: FinishEnded, _now: float) -> _Decision:
+        return LandingState.DONE, [SendLanded()]
+
+    def _fail_finish(self, event: FinishFailed, _now: float) -> _Decision:
+        self.cause = event.cause
+        return LandingState.FAILED, [SendRevoke(self._all())]
+
+    def _fail_outside(self, event: LandingFailed, now: float) -> _Decision:
+        return self._fail(event.cause, now)
+
+    def _cancel(self, _event: CancelRequested, now: float) -> _Decision:
+        self._is_cancelled = True
+        return self._end(now)
+
+    def _fail(self, cause: FerryError, now: float) -> _Decision:
+        self.cause = cause
+        return self._end(now)
+
+    def _end(self, now: float) -> _Decision:
+        self._grace_at = now + self._grace_s
+        if self.state is not LandingState.REGISTERED:
+            return self._outcome(), [DeclinePush()]
+        # Also those that have written all: the request has failed for them, too.
+        asked = SendRevoke(self._all())
+        state, effects = self._revoked()
+        return state, [asked, *effects]
+
+    def _all(self) -> tuple[int, ...]:
+        return tuple(range(len(self._sources)))
+
+    def _outcome(self) -> LandingState:
+        return LandingState.CANCELLED if self._is_cancelled else LandingState.FAILED
+
+    def _revoked(self) -> _Decision:
+        """Where a revocation stands: over, hopeless, or to be waited for."""
+        writers = [self._sources[number] for number in self.writers]
+        if not writers:
+            return self._outcome(), []
+        if all(source.is_lost for source in writers):
+            return self._quarantine()
+        return LandingState.REVOKING, []
+
+    def _quarantine(self) -> _Decision:
+        return LandingState.QUARANTINED, [QuarantineBlocks(self.writers)]
+
+    def _fail_revoking(self, event: SourceFailed, _now: float) -> _Decision:
+        """Expected: it will say so once it has drained."""
+        self.ignored += event.source not in self.writers
+        return LandingState.REVOKING, []
+
+    def _lose_revoking(self, event: SourceLost, _now: float) -> _Decision:
+        self._sources[event.source].is_lost = True
+        return self._revoked()
+
+    def _cancel_revoking(self, _event: CancelRequested, _now: float) -> _Decision:
+        # A failure that came first stays the outcome.
+        self._is_cancelled = self._is_cancelled or self.cause is None
+        return LandingState.REVOKING, []
+
+    def _tick(self, _event: LandingTicked, now: float) -> _Decision:
+        if now >= self._deadline_at:
+            return self._fail(
+                DeadlineExceeded(
+                    f"the push did not land in its deadline, {self.state.value}"
+                ),
+                now,
+            )
+        if self.state is LandingState.REGISTERED and now >= self._extend_at:
+            self._extend_at = now + self._extend_every_s
+            return self.state, [SendExtend(self._all())]
+        return self.state, []
+
+    def _tick_finishing(self, _event: LandingTicked, now: float) -> _Decision:
+        if now < self._grace_at:
+            return LandingState.FINISHING, []
+        self.cause = DeadlineExceeded("the finish stage did not end in its grace")
+        self._is_finishing = True
+        return LandingState.QUARANTINED, [
+            SendRevoke(self._all()),
+            QuarantineBlocks(()),
+        ]
+
+    def _tick_revoking(self, _event: LandingTicked, now: float) -> _Decision:
+        if now >= self._grace_at:
+            return self._quarantine()
+        return LandingState.REVOKING, []
+
+    def _reclaim(self, event: SourceRevoked, _now: float) -> _Decision:
+        self._sources[event.source].is_safe = True
+        return self._reclaimed()
+
+    def _reclaim_finished(
+        self, _event: FinishEnded | FinishFailed, _now: float
+    ) -> _Decision:
+        self.ignored += not self._is_finishing
+        self._is_finishing = False
+        return self._reclaimed()
+
+    def _reclaimed(self) -> _Decision:
+        if self.writers or self._is_finishing:
+            return LandingState.QUARANTINED, []
+        return LandingState.RECLAIMED, [ReclaimBlocks()]
+
+
+_S = LandingState
+_M = LandingMachine
+_FAIL = Row(_M._fail_outside, (_S.FAILED,))
+_CANCEL = Row(_M._cancel, (_S.CANCELLED,))
+_REVOKED = (_S.REVOKING, _S.FAILED, _S.CANCELLED, _S.QUARANTINED)
+_LATE = frozenset(EVENTS) - {LandingStarted}
+
+LandingMachine.table = total_table(
+    LandingState,
+    EVENTS,
+    moves={
+        _S.NEW: {
+            LandingStarted: Row(_M._start, (_S.CONNECTING,)),
+            CancelRequested: _CANCEL,
+        },
+        _S.CONNECTING: {
+            Claimed: Row(_M._claim, (_S.PLANNED,)),
+            LandingFailed: _FAIL,
+            CancelRequested: _CANCEL,
+            LandingTicked: Row(_M._tick, (_S.CONNECTING, _S.FAILED)),
+        },
+        _S.PLANNED: {
+            BlocksReady: Row(_M._register, (_S.REGISTERED,)),
+            SourceFailed: Row(_M._fail_source, (_S.FAILED,)),
+            SourceLost: Row(_M._lose_source, (_S.FAILED,)),
+            LandingFailed: _FAIL,
+            CancelRequested: _CANCEL,
+            LandingTicked: Row(_M._tick, (_S.PLANNED, _S.FAILED)),
+        },
+        _S.REGISTERED: {
+            PartArrived: Row(_M._arrive, (_S.REGISTERED, _S.FINISHING)),
+            SourceFinished: Row(_M._finished, (_S.REGISTERED, _S.FINISHING)),
+            SourceFailed: Row(_M._fail_source, (_S.REVOKING, _S.FAILED)),
+            SourceLost: Row(
+                _M._lose_source, (_S.REGISTERED, _S.REVOKING, _S.QUARANTINED)
+            ),
+            SourceRevoked: Row(_M._source_revoked, (_S.REVOKING, _S.FAILED)),
+            LandingFailed: Row(_M._fail_outside, (_S.REVOKING,)),
+            CancelRequested: Row(_M._cancel, (_S.REVOKING,)),
+            LandingTicked: Row(_M._tick, (_S.REGISTERED, _S.REVOKING)),
+        },
+        _S.FINISHING: {
+            FinishEnded: Row(_M._finish, (_S.DONE,)),
+            FinishFailed: Row(_M._fail_finish, (_S.FAILED,)),
+            LandingTicked: Row(_M._tick_finishing, (_S.FINISHING, _S.QUARANTINED)),
+        },
+        _S.REVOKING: {
+            PartArrived: Row(
+                _M._arrive, (_S.REVOKING, _S.FAILED, _S.CANCELLED, _S.QUARANTINED)
+            ),
+            SourceFinished: Row(_M._finished, _REVOKED),
+            SourceFailed: Row(_M._fail_revoking, (_S.REVOKING,)),
+            SourceLost: Row(_M._lose_revoking, _REVOKED),
+            SourceRevoked: Row(_M._source_revoked, _REVOKED),
+            CancelRequested: Row(_M._cancel_revoking, (_S.REVOKING,)),
+            LandingTicked: Row(_M._tick_revoking, (_S.REVOKING, _S.QUARANTINED)),
+        },
+        _S.QUARANTINED: {
+            SourceRevoked: Row(_M._reclaim, (_S.QUARANTINED, _S.RECLAIMED)),
+            FinishEnded: Row(_M._reclaim_finished, (_S.QUARANTINED, _S.RECLAIMED)),
+            FinishFailed: Row(_M._reclaim_finished, (_S.QUARANTINED, _S.RECLAIMED)),
+        },
+    },
+    ignored={
+        # A source that spoke too early, or an answer to what is already decided.
+        _S.CONNECTING: {
+            PartArrived,
+            SourceFinished,
+            SourceFailed,
+            SourceLost,
+            SourceRevoked,
+        },
+        _S.PLANNED: {PartArrived, SourceFinished, SourceRevoked},
+        # Every byte is there: a source that goes now, or a cancellation that the
+        # caller's scope delivers anyway, changes nothing.
+        _S.FINISHING: {
+            PartArrived,
+            SourceFinished,
+            SourceFailed,
+            SourceLost,
+            SourceRevoked,
+            LandingFailed,
+            CancelRequested,
+        },
+        _S.REVOKING: {BlocksReady, Claimed, LandingFailed},
+        _S.QUARANTINED: _LATE - {SourceRevoked, FinishEnded, FinishFailed},
+        **dict.fromkeys(OVER - {_S.QUARANTINED}, _LATE),
+    },
+)
