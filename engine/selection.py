@@ -440,9 +440,7 @@ class Selector:
 
     def _is_all_ready(self) -> bool:
         """A state is whole: it goes when the last token of the request is there."""
-        return self._clip is None or (
-            self._clip.ready[0] == 0 and self._clip.ready[1] >= self._num_tokens
-        )
+        return self._clip is None or self._clip.new[1] >= self._num_tokens
 
     def _placement(self, name: str, group: str, side: Side) -> Placement:
         key = (name, group, side)

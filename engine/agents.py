@@ -1,0 +1,50 @@
+"""`Agents`: which remote agents the transport knows, and for whom.
+
+A rank that we both read from and push to is one agent; it is forgotten when the
+last of its holders has let go.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.protocol.errors import FerryError
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+    from kvferry.engine.fabric.base import Fabric
+
+__all__ = ("Agents",)
+
+
+class Agents:
+    """Holders of each agent that the fabric is connected to."""
+
+    def __init__(self, fabric: Fabric, *, log: FilteringBoundLogger) -> None:
+        self._fabric = fabric
+        self._log = log
+        self._holders: dict[str, set[object]] = {}
+
+    def connect(self, metadata: bytes, holder: object) -> str:
+        """Make an agent known, and hold it; its name.
+
+        Raises:
+            PeerUnreachable: The peer's transport does not answer.
+            ProtocolViolation: The metadata is not metadata.
+        """
+        name = self._fabric.connect(metadata)
+        self._holders.setdefault(name, set()).add(holder)
+        return name
+
+    def let_go(self, name: str, holder: object) -> None:
+        """The holder has nothing prepared and nothing in flight there any more."""
+        holders = self._holders.get(name, set())
+        holders.discard(holder)
+        if holders or name not in self._holders:
+            return
+        del self._holders[name]
+        try:
+            self._fabric.disconnect(name)
+        except FerryError as error:
+            self._log.warning("let_go_failed", error=str(error))
