@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
+from kvferry.engine.drive import Driver
 from kvferry.engine.fabric.base import Operation, Progress
 from kvferry.engine.guard import guarded
 from kvferry.engine.peers import Subscriber
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from kvferry.engine.waves import Wave
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.layout import CacheLayout
-    from kvferry.protocol.lifecycle.machine import Effect, Event
+    from kvferry.protocol.lifecycle.machine import Effect
     from kvferry.protocol.link import LinkMessage
     from kvferry.protocol.ticket import Ticket
 
@@ -171,7 +171,7 @@ class Pulls:
 class _Pull:
     """One pull.
 
-    Owns: the machine, the inbox of events, and what the plan made of the request.
+    Owns: the machine with its driver, and what the plan made of the request.
     """
 
     def __init__(self, services: Services, request: PullRequest, attempt: int) -> None:
@@ -187,11 +187,18 @@ class _Pull:
             renew_every_s=max(ticket.lease_s / RENEWALS_PER_LEASE, SHORTEST_RENEWAL_S),
             grace_s=config.drain_grace_s,
         )
-        self._inbox: deque[Event] = deque()
-        self._arrived = trio.Event()
-        self._phase = self._failed_in = self._machine.state
-        self._phase_at = trio.current_time()
-        self._phases_s: dict[str, float] = {}
+        self._driver = Driver(
+            self._machine,
+            kind="pull",
+            over=OVER,
+            draining=PullState.DRAINING,
+            cancel=CancelRequested(),
+            tick=PullTicked(),
+            carry_out=self._carry_out,
+            on_bug=self._abandon,
+            log=self._log,
+        )
+        self.feed = self._driver.feed
         self._nursery: trio.Nursery | None = None
         self._sources: Sources | None = None
         self._selection: Selection[EngineKey] | None = None
@@ -199,16 +206,6 @@ class _Pull:
         self._berth: Berth | None = None
         self._plan_s = 0.0
         self._entry: QuarantineEntry | None = None
-        self._bug: FerryError | None = None
-
-    def feed(self, event: Event) -> None:
-        """Let an event in; never blocks or raises."""
-        if self._machine.state in OVER and self._bug is None:
-            # Nobody drives any more: only what is in quarantine still changes.
-            self._step(event)
-            return
-        self._inbox.append(event)
-        self._arrived.set()
 
     async def run(self) -> TransferReport:
         """To the one outcome: a report, an error, or the caller's cancellation."""
@@ -216,7 +213,7 @@ class _Pull:
         try:
             async with trio.open_nursery() as self._nursery:
                 self.feed(PullStarted(has_work))
-                await self._drive_to_the_end()
+                await self._driver.run()
                 self._nursery.cancel_scope.cancel()
         finally:
             # Only now: in its very last step a task of the nursery may still have
@@ -226,67 +223,10 @@ class _Pull:
             raise self._error()
         return self._report()
 
-    async def _drive_to_the_end(self) -> None:
-        try:
-            await self._drive_guarded()
-        except trio.Cancelled:
-            self.feed(CancelRequested())
-            # The machine's own deadlines bound the drain.
-            with trio.CancelScope(shield=True):
-                await self._drive_guarded()
-            raise
-
-    async def _drive_guarded(self) -> None:
-        await guarded(self._drive, on_failure=self._abandon, log=self._log)
-
-    def _abandon(self, bug: FerryError) -> None:
+    def _abandon(self) -> None:
         """A bug of ours: whatever may still be touched stays in quarantine."""
-        self._bug = bug
         if self._machine.unsettled:
             self._quarantine()
-
-    async def _drive(self) -> None:
-        while self._machine.state not in OVER:
-            await self._next_input()
-            now = trio.current_time()
-            deadline = self._machine.deadline
-            if deadline is not None and now >= deadline:
-                self._step(PullTicked())
-            # One event between two checkpoints: its effects may post a wave, which
-            # on one host is copied inside the call and answered at once.
-            if self._inbox and self._machine.state not in OVER:
-                self._step(self._inbox.popleft())
-        while self._inbox:  # late ones are counted
-            self._step(self._inbox.popleft())
-
-    async def _next_input(self) -> None:
-        """Wait for an event or the machine's deadline; let others run in any case."""
-        if self._inbox:
-            await trio.lowlevel.checkpoint()
-            return
-        self._arrived = trio.Event()
-        deadline = self._machine.deadline
-        with trio.move_on_at(float("inf") if deadline is None else deadline):
-            await self._arrived.wait()
-
-    def _step(self, event: Event) -> None:
-        effects = self._machine.step(event, trio.current_time())
-        self._note_phase()
-        for effect in effects:
-            self._carry_out(effect)
-
-    def _note_phase(self) -> None:
-        state = self._machine.state
-        if state is self._phase:
-            return
-        now = trio.current_time()
-        name = self._phase.value
-        self._phases_s[name] = self._phases_s.get(name, 0.0) + now - self._phase_at
-        if state is not PullState.DRAINING and state not in OVER:
-            self._failed_in = state
-        self._phase, self._phase_at = state, now
-        if state not in OVER:
-            self._log.debug(f"pull_{state.value}")
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -536,14 +476,14 @@ class _Pull:
 
     def _error(self) -> FerryError:
         """The failure, with what is known of it around it (invariant 9)."""
-        cause = self._bug or self._machine.cause
+        cause = self._driver.bug or self._machine.cause
         if cause is None:
             cause = FerryInternalError(f"a pull ended {self._machine.state.value}")
         error = copy.copy(cause)  # a peer's end is told to many pulls
         error.__cause__ = cause.__cause__
         error.request_id = self._ticket.request_id
         error.peer = error.peer or self._ticket.engine_id
-        error.phase = self._failed_in.value
+        error.phase = self._driver.failed_in.value
         if self._machine.posted and self._selection is not None:
             error.untrusted = dict(self._selection.untrusted)
         self._log.warning("pull_failed", error=type(error).__name__, detail=str(error))
@@ -563,7 +503,7 @@ class _Pull:
             descriptors=selection.descriptors,
             waves=len(self._waves),
             zeroed_tokens=selection.zeroed_slots,
-            phases_s={**self._phases_s, "plan": self._plan_s},
+            phases_s={**self._driver.phases_s, "plan": self._plan_s},
             skipped_groups=tuple(sorted(config.skip_groups)),
         )
         self._log.info(

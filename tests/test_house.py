@@ -37,7 +37,7 @@ LAYERS = (
     # hands
     "engine.fabric engine.streams engine.quarantine engine.guard",
     # motion
-    "engine.pump engine.waves engine.finish engine.staging engine.rearrange",
+    "engine.pump engine.waves engine.finish engine.staging engine.rearrange engine.drive",
     # others
     "engine.link engine.handshake",
     "engine.peers engine.listener",
