@@ -22,10 +22,11 @@ from kvferry.engine.handshake import Credentials
 from kvferry.engine.listener import Listener
 from kvferry.engine.offer import Offer, Offers, ticket_spans
 from kvferry.engine.peers import Peers
-from kvferry.engine.pull import PullRequest, Pulls, Services
+from kvferry.engine.pull import PullRequest, Pulls
 from kvferry.engine.pump import Pump
 from kvferry.engine.quarantine import Quarantine
 from kvferry.engine.rearrange import Rearranger
+from kvferry.engine.services import Services
 from kvferry.engine.spans import Span
 from kvferry.engine.staging import Staging
 from kvferry.engine.streams import Streams, TcpStreams

@@ -1,4 +1,4 @@
-"""The guard around one request's or one peer's task: its failure ends it alone.
+"""The guard around one request's or one peer's work: its failure ends it alone.
 
 The only place above the fabric that catches every exception (invariant 7).
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from structlog.typing import FilteringBoundLogger
 
-__all__ = ("guarded",)
+__all__ = ("contained", "guarded")
 
 
 async def guarded(
@@ -34,6 +34,26 @@ async def guarded(
         on_failure(error)
     except Exception as exc:
         log.exception("internal_error")
-        bug = FerryInternalError(f"{type(exc).__name__}: {exc}")
-        bug.__cause__ = exc
-        on_failure(bug)
+        on_failure(_bug(exc))
+
+
+def contained(
+    call: Callable[[], None],
+    *,
+    on_failure: Callable[[FerryError], None],
+    log: FilteringBoundLogger,
+) -> None:
+    """`guarded` for a call that does not wait."""
+    try:
+        call()
+    except FerryError as error:
+        on_failure(error)
+    except Exception as exc:
+        log.exception("internal_error")
+        on_failure(_bug(exc))
+
+
+def _bug(exc: Exception) -> FerryInternalError:
+    bug = FerryInternalError(f"{type(exc).__name__}: {exc}")
+    bug.__cause__ = exc
+    return bug

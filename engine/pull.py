@@ -7,40 +7,32 @@ and its failure ends it alone.
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
-from kvferry.engine.fabric.base import Operation, Progress
+from kvferry.engine.dialogue import Dialogue
+from kvferry.engine.drive import Driver
 from kvferry.engine.guard import guarded
-from kvferry.engine.peers import Subscriber
 from kvferry.engine.quarantine import QuarantineEntry
+from kvferry.engine.reading import Reading
 from kvferry.engine.report import TransferReport
-from kvferry.engine.selection import BulkSelection, Selector
+from kvferry.engine.selection import Selector
 from kvferry.engine.spans import Span
-from kvferry.engine.waves import cut
 from kvferry.protocol.errors import (
     EngineClosed,
     FerryError,
     FerryInternalError,
-    LeaseExpired,
-    OfferSpent,
-    OfferWithdrawn,
-    PeerLost,
     RequestInUse,
-    UnknownOffer,
 )
 from kvferry.protocol.lifecycle.pull import (
     OVER,
     AwaitBlocks,
     BlocksReady,
     CancelRequested,
-    ConfirmArrived,
     Connect,
     DeclineOffer,
     FinishEnded,
@@ -57,64 +49,29 @@ from kvferry.protocol.lifecycle.pull import (
     RenewLease,
     RunFinish,
     SendReadFinished,
-    SourceFailed,
     WaveLost,
     WaveSettled,
 )
-from kvferry.protocol.link import (
-    Confirmed,
-    ReadFinished,
-    Refused,
-    RefusedReason,
-    Renew,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
-    from structlog.typing import FilteringBoundLogger
-
-    from kvferry.engine.config import EngineConfig
-    from kvferry.engine.fabric.base import Fabric
-    from kvferry.engine.finish import FinishStage
-    from kvferry.engine.peers import Answer, Peer, Peers, Sources
-    from kvferry.engine.pump import Pump
-    from kvferry.engine.quarantine import Quarantine
-    from kvferry.engine.rearrange import Rearranger
+    from kvferry.engine.peers import Sources
     from kvferry.engine.selection import Selection
-    from kvferry.engine.staging import Berth, Staging
+    from kvferry.engine.services import Services
     from kvferry.engine.waves import Wave
     from kvferry.protocol.identity import EngineKey
-    from kvferry.protocol.layout import CacheLayout
-    from kvferry.protocol.lifecycle.machine import Effect, Event
-    from kvferry.protocol.link import LinkMessage
+    from kvferry.protocol.lifecycle.machine import Effect
+    from kvferry.protocol.ranges import Ranges
     from kvferry.protocol.ticket import Ticket
 
-__all__ = ("PullRequest", "Pulls", "Services")
+__all__ = ("PullRequest", "Pulls")
 
 RENEWALS_PER_LEASE = 3
 """So that two renewals may be late before a lease runs out."""
 
 SHORTEST_RENEWAL_S = 0.01
 """A ticket may name any lease: nobody's ticket makes us flood a link."""
-
-
-@dataclass(frozen=True)
-class Services:
-    """What every pull of an engine works with."""
-
-    config: EngineConfig
-    key: EngineKey
-    layout: CacheLayout
-    fabric: Fabric
-    pump: Pump
-    peers: Peers
-    staging: Staging
-    rearranger: Rearranger
-    finish: FinishStage
-    quarantine: Quarantine
-    nursery: trio.Nursery
-    log: FilteringBoundLogger
 
 
 @dataclass(frozen=True)
@@ -171,7 +128,7 @@ class Pulls:
 class _Pull:
     """One pull.
 
-    Owns: the machine, the inbox of events, and what the plan made of the request.
+    Owns: the machine with its driver, and what the plan made of the request.
     """
 
     def __init__(self, services: Services, request: PullRequest, attempt: int) -> None:
@@ -179,7 +136,6 @@ class _Pull:
         self._services = services
         self._request = request
         self._ticket = ticket
-        self._attempt = attempt
         self._log = services.log.bind(request=ticket.request_id)
         self._machine = PullMachine(
             window=config.window,
@@ -187,28 +143,33 @@ class _Pull:
             renew_every_s=max(ticket.lease_s / RENEWALS_PER_LEASE, SHORTEST_RENEWAL_S),
             grace_s=config.drain_grace_s,
         )
-        self._inbox: deque[Event] = deque()
-        self._arrived = trio.Event()
-        self._phase = self._failed_in = self._machine.state
-        self._phase_at = trio.current_time()
-        self._phases_s: dict[str, float] = {}
+        self._driver = Driver(
+            self._machine,
+            kind="pull",
+            over=OVER,
+            draining=PullState.DRAINING,
+            cancel=CancelRequested(),
+            tick=PullTicked(),
+            carry_out=self._carry_out,
+            on_bug=self._abandon,
+            log=self._log,
+        )
+        self.feed = self._driver.feed
+        self._dialogue = Dialogue(
+            services, ticket, attempt, feed=self.feed, log=self._log
+        )
         self._nursery: trio.Nursery | None = None
         self._sources: Sources | None = None
         self._selection: Selection[EngineKey] | None = None
-        self._waves: tuple[Wave, ...] = ()
-        self._berth: Berth | None = None
+        self._reading: Reading | None = None
         self._plan_s = 0.0
         self._entry: QuarantineEntry | None = None
-        self._bug: FerryError | None = None
+        self._is_finishing = False
 
-    def feed(self, event: Event) -> None:
-        """Let an event in; never blocks or raises."""
-        if self._machine.state in OVER and self._bug is None:
-            # Nobody drives any more: only what is in quarantine still changes.
-            self._step(event)
-            return
-        self._inbox.append(event)
-        self._arrived.set()
+    @property
+    def _may_touch(self) -> bool:
+        """Whether anything of ours may still touch the destination blocks."""
+        return self._is_finishing or bool(self._reading and self._reading.in_flight)
 
     async def run(self) -> TransferReport:
         """To the one outcome: a report, an error, or the caller's cancellation."""
@@ -216,7 +177,7 @@ class _Pull:
         try:
             async with trio.open_nursery() as self._nursery:
                 self.feed(PullStarted(has_work))
-                await self._drive_to_the_end()
+                await self._driver.run()
                 self._nursery.cancel_scope.cancel()
         finally:
             # Only now: in its very last step a task of the nursery may still have
@@ -226,67 +187,11 @@ class _Pull:
             raise self._error()
         return self._report()
 
-    async def _drive_to_the_end(self) -> None:
-        try:
-            await self._drive_guarded()
-        except trio.Cancelled:
-            self.feed(CancelRequested())
-            # The machine's own deadlines bound the drain.
-            with trio.CancelScope(shield=True):
-                await self._drive_guarded()
-            raise
-
-    async def _drive_guarded(self) -> None:
-        await guarded(self._drive, on_failure=self._abandon, log=self._log)
-
-    def _abandon(self, bug: FerryError) -> None:
+    def _abandon(self) -> None:
         """A bug of ours: whatever may still be touched stays in quarantine."""
-        self._bug = bug
-        if self._machine.unsettled:
+        if self._may_touch:
             self._quarantine()
-
-    async def _drive(self) -> None:
-        while self._machine.state not in OVER:
-            await self._next_input()
-            now = trio.current_time()
-            deadline = self._machine.deadline
-            if deadline is not None and now >= deadline:
-                self._step(PullTicked())
-            # One event between two checkpoints: its effects may post a wave, which
-            # on one host is copied inside the call and answered at once.
-            if self._inbox and self._machine.state not in OVER:
-                self._step(self._inbox.popleft())
-        while self._inbox:  # late ones are counted
-            self._step(self._inbox.popleft())
-
-    async def _next_input(self) -> None:
-        """Wait for an event or the machine's deadline; let others run in any case."""
-        if self._inbox:
-            await trio.lowlevel.checkpoint()
-            return
-        self._arrived = trio.Event()
-        deadline = self._machine.deadline
-        with trio.move_on_at(float("inf") if deadline is None else deadline):
-            await self._arrived.wait()
-
-    def _step(self, event: Event) -> None:
-        effects = self._machine.step(event, trio.current_time())
-        self._note_phase()
-        for effect in effects:
-            self._carry_out(effect)
-
-    def _note_phase(self) -> None:
-        state = self._machine.state
-        if state is self._phase:
-            return
-        now = trio.current_time()
-        name = self._phase.value
-        self._phases_s[name] = self._phases_s.get(name, 0.0) + now - self._phase_at
-        if state is not PullState.DRAINING and state not in OVER:
-            self._failed_in = state
-        self._phase, self._phase_at = state, now
-        if state not in OVER:
-            self._log.debug(f"pull_{state.value}")
+        self._decline()
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -295,12 +200,13 @@ class _Pull:
             case AwaitBlocks():
                 self._await_blocks()
             case RenewLease(sources=sources):
-                self._renew(sources)
+                self._dialogue.renew(sources)
             case PostWave(wave=number):
-                self._post(number)
+                self._held_reading().post(number)
             case SendReadFinished(source=source):
-                self._send_read_finished(source)
+                self._dialogue.finish_read(source)
             case RunFinish():
+                self._is_finishing = True
                 self._services.nursery.start_soon(self._finish)
             case DeclineOffer():
                 self._decline()
@@ -322,17 +228,10 @@ class _Pull:
     def _fail(self, error: FerryError) -> None:
         self.feed(PullFailed(error))
 
-    def _fail_source(self, source: int, cause: FerryError) -> None:
-        self.feed(SourceFailed(source, cause))
-
     async def _connect(self) -> None:
         sources = await self._services.peers.sources(self._ticket)
         self._sources = sources
-        for number, peer in enumerate(sources.peers):
-            subscriber = Subscriber(
-                partial(self._answered, number), partial(self._fail_source, number)
-            )
-            peer.subscribe(self._attempt, subscriber)
+        self._dialogue.begin(sources.peers)
         started_at = trio.current_time()
         self._selection = sources.plan.select(
             num_tokens=self._ticket.num_tokens,
@@ -343,117 +242,52 @@ class _Pull:
                 for name, span in self._ticket.spans.items()
             },
         )
-        keys = [peer.key for peer in sources.peers]
-        self._waves = cut(
-            self._selection, keys, max_bytes=self._services.config.wave_bytes
+        self._reading = Reading(
+            self._services,
+            sources,
+            self._selection,
+            is_wanted=self._is_reading,
+            on_settled=self._settled,
+            on_lost=self._lost,
+            log=self._log,
         )
         self._plan_s = trio.current_time() - started_at
-        wave_sources = tuple(wave.source for wave in self._waves)
+        wave_sources = tuple(wave.source for wave in self._reading.waves)
         self.feed(Planned(wave_sources, len(sources.peers)))
 
     def _await_blocks(self) -> None:
         """Take room in the staging buffer if any is needed: no wave ever waits for it."""
-        if any(wave.is_bulk for wave in self._waves):
+        if self._reading is not None and self._reading.needs_berth:
             self._start_task(self._take_berth)
         else:
             self.feed(BlocksReady())
 
     async def _take_berth(self) -> None:
-        self._berth = await self._services.staging.take()
+        await self._held_reading().take_berth()
         self.feed(BlocksReady())
 
-    def _answered(self, source: int, answer: Answer) -> None:
-        match answer:
-            case Confirmed():
-                self.feed(ConfirmArrived(source))
-            case Refused():
-                self._fail_source(source, _REFUSALS[answer.reason]())
-            case _:
-                pass  # renewed: its lease runs on the producer's clock
+    def _held_reading(self) -> Reading:
+        if self._reading is None:
+            raise FerryInternalError("there are no waves before the plan")
+        return self._reading
 
-    def _renew(self, sources: Iterable[int]) -> None:
-        readers = self._services.key.rank.instance()
-        for source in sources:
-            offer_id = self._ticket.ranks[source].offer_id
-            self._send(
-                source, Renew(self._ticket.request_id, offer_id, self._attempt, readers)
-            )
+    def _waves(self) -> tuple[Wave, ...]:
+        return self._reading.waves if self._reading is not None else ()
 
-    def _send_read_finished(self, source: int) -> None:
-        offer_id = self._ticket.ranks[source].offer_id
-        self._send(
-            source, ReadFinished(self._ticket.request_id, offer_id, self._attempt)
-        )
+    def _is_reading(self) -> bool:
+        return self._machine.state is PullState.READING and not self._driver.bug
 
-    def _send(self, source: int, message: LinkMessage) -> None:
-        try:
-            self._peers()[source].link.post(message)
-        except PeerLost as error:
-            self.feed(SourceFailed(source, error))
+    def _settled(self, number: int, cause: FerryError | None) -> None:
+        told = None if cause is None else self._about_wave(number, cause)
+        self.feed(WaveSettled(number, told))
+        self._clear_up()
 
-    def _peers(self) -> tuple[Peer, ...]:
-        return self._sources.peers if self._sources is not None else ()
+    def _lost(self, number: int, cause: FerryError) -> None:
+        self.feed(WaveLost(number, self._about_wave(number, cause)))
 
-    def _post(self, number: int) -> None:
-        wave = self._waves[number]
-        selected = wave.selected
-        if self._sources is None:
-            raise FerryInternalError("a wave was posted before the plan")
-        ours, theirs = self._sources.prepared[wave.source][selected.index]
-        remote_ids = selected.remote_ids[wave.slice]
-        if isinstance(selected, BulkSelection):
-            cell = self._held_berth().enter(number)
-            local_ids = self._services.staging.ids(selected.section, cell, remote_ids)
-        else:
-            local_ids = selected.local_ids[wave.slice]
-        try:
-            transfer = self._services.fabric.post(
-                Operation.READ, ours, local_ids, theirs, remote_ids
-            )
-        except FerryError as error:
-            self._settle(number, error)
-            return
-        self._services.pump.track(transfer, partial(self._progressed, number))
-
-    def _progressed(
-        self, number: int, progress: Progress, cause: FerryError | None
-    ) -> None:
-        if progress is Progress.LOST and cause is not None:
-            self.feed(WaveLost(number, cause))
-        elif (
-            cause is None
-            and self._waves[number].is_bulk
-            and self._machine.state is PullState.READING
-        ):
-            self._services.nursery.start_soon(self._rearrange, number)
-        else:
-            self._settle(number, cause)
-
-    def _settle(self, number: int, cause: FerryError | None = None) -> None:
-        if self._berth is not None:
-            self._berth.leave(number)
-        self.feed(WaveSettled(number, cause))
-
-    async def _rearrange(self, number: int) -> None:
-        """In the engine's nursery: until it ends, the wave may touch our blocks."""
-        await guarded(
-            partial(self._put_in_place, number),
-            on_failure=partial(self._settle, number),
-            log=self._log,
-        )
-
-    async def _put_in_place(self, number: int) -> None:
-        _, selected, wave = self._waves[number]
-        if isinstance(selected, BulkSelection):
-            cell = self._held_berth().of(number)
-            landed = self._services.staging.cell(selected.section, cell)
-            await self._services.rearranger.run(selected, wave, landed)
-        self._settle(number)
-
-    def _held_berth(self) -> Berth:
-        if self._berth is None:
-            raise FerryInternalError("a wave landed in bulk without a berth")
-        return self._berth
+    def _about_wave(self, number: int, cause: FerryError) -> FerryError:
+        source = self._waves()[number].source
+        return cause.about(peer=self._dialogue.name([source]))
 
     async def _finish(self) -> None:
         """In the engine's nursery: a pull that is cancelled now is done all the same."""
@@ -466,6 +300,9 @@ class _Pull:
         except trio.Cancelled:
             failed(EngineClosed("the engine closed before the finish stage ended"))
             raise
+        finally:
+            self._is_finishing = False
+            self._clear_up()
 
     async def _run_finish(self) -> None:
         if self._selection is None:  # a full prefix hit: nothing was planned
@@ -485,69 +322,77 @@ class _Pull:
         ).select({})
 
     def _decline(self) -> None:
-        """Free the producer at once; if that fails, its lease does."""
-        self._services.nursery.start_soon(
-            partial(
-                guarded, self._tell_producer, on_failure=self._not_told, log=self._log
-            )
-        )
-
-    async def _tell_producer(self) -> None:
-        cause = self._machine.cause
-        detail = "not needed" if cause is None else type(cause).__name__
-        await self._services.peers.decline(self._ticket, detail)
-
-    def _not_told(self, error: FerryError) -> None:
-        self._log.warning("decline_lost", error=str(error))
+        self._dialogue.decline(self._machine.cause)
 
     def _quarantine(self) -> None:
-        blocks = {
-            name: tuple(block for block in span.block_ids if block is not None)
-            for name, span in self._request.spans.items()
-        }
         self._entry = QuarantineEntry(
             self._ticket.request_id,
-            ", ".join(str(peer.key) for peer in self._peers()),
-            self._machine.cause,
+            self._unsettled_peers(),
+            self._driver.bug or self._machine.cause,
             trio.current_time(),
-            blocks,
+            {
+                name: tuple(block for block in span.block_ids if block is not None)
+                for name, span in self._request.spans.items()
+            },
         )
         self._services.quarantine.hold(self._entry)
         self._log.error(
-            "pull_quarantined", blocks={n: len(b) for n, b in blocks.items()}
+            "pull_quarantined",
+            peer=self._entry.peer,
+            blocks={name: len(ids) for name, ids in self._entry.blocks.items()},
+        )
+
+    def _unsettled_peers(self) -> str:
+        """Who may still be moving bytes; the instance if it is only our finish stage."""
+        reading = self._reading
+        if reading is None or not reading.in_flight:
+            return self._ticket.engine_id
+        return self._dialogue.name(
+            {reading.waves[number].source for number in reading.in_flight}
         )
 
     def _reclaim(self) -> None:
         if self._entry is not None:
             self._services.quarantine.reclaim(self._entry)
-        self._log.info("pull_reclaimed")
+            self._entry = None
+            self._log.info("pull_reclaimed")
         self._leave()
+
+    def _clear_up(self) -> None:
+        """After a bug of ours no machine says when its blocks are safe again."""
+        if self._driver.bug is not None and not self._may_touch:
+            self._reclaim()
 
     def _leave(self) -> None:
         """Hear no more, and let go of what is prepared once nothing uses it."""
-        for peer in self._peers():
-            peer.unsubscribe(self._attempt)
-        if self._sources is not None and not self._machine.unsettled:
+        self._dialogue.end()
+        if self._reading is not None and self._reading.in_flight:
+            return
+        if self._reading is not None:
+            self._reading.give_back_berth()
+        if self._sources is not None:
             self._services.peers.leave(self._sources)
             self._sources = None
-        if self._berth is not None and not self._machine.unsettled:
-            self._services.staging.give_back(self._berth)
-            self._berth = None
 
     def _error(self) -> FerryError:
         """The failure, with what is known of it around it (invariant 9)."""
-        cause = self._bug or self._machine.cause
+        cause = self._driver.bug or self._machine.cause
         if cause is None:
             cause = FerryInternalError(f"a pull ended {self._machine.state.value}")
-        error = copy.copy(cause)  # a peer's end is told to many pulls
-        error.__cause__ = cause.__cause__
-        error.request_id = self._ticket.request_id
-        error.peer = error.peer or self._ticket.engine_id
-        error.phase = self._failed_in.value
-        if self._machine.posted and self._selection is not None:
-            error.untrusted = dict(self._selection.untrusted)
+        error = cause.about(
+            request_id=self._ticket.request_id,
+            peer=self._ticket.engine_id,
+            phase=self._driver.failed_in.value,
+            untrusted=self._untrusted(),
+        )
         self._log.warning("pull_failed", error=type(error).__name__, detail=str(error))
         return error
+
+    def _untrusted(self) -> Mapping[str, Ranges]:
+        """What the destination no longer holds for sure; nothing before the first post."""
+        if self._selection is None or not self._machine.posted:
+            return {}
+        return self._selection.untrusted
 
     def _report(self) -> TransferReport:
         selection, config = self._selection, self._services.config
@@ -561,9 +406,9 @@ class _Pull:
             bytes=selection.bytes,
             bulk_bytes=selection.bulk_bytes,
             descriptors=selection.descriptors,
-            waves=len(self._waves),
+            waves=len(self._waves()),
             zeroed_tokens=selection.zeroed_slots,
-            phases_s={**self._phases_s, "plan": self._plan_s},
+            phases_s={**self._driver.phases_s, "plan": self._plan_s},
             skipped_groups=tuple(sorted(config.skip_groups)),
         )
         self._log.info(
@@ -574,17 +419,3 @@ class _Pull:
             phases_s={name: round(s, 6) for name, s in report.phases_s.items()},
         )
         return report
-
-
-_REFUSALS: dict[RefusedReason, Callable[[], FerryError]] = {
-    RefusedReason.UNKNOWN: lambda: UnknownOffer(
-        "the producer knows no such offer: it was never made there, or long ago"
-    ),
-    RefusedReason.SPENT: lambda: OfferSpent(
-        "the ticket has been used before, by this reader or by another instance"
-    ),
-    RefusedReason.WITHDRAWN: lambda: OfferWithdrawn("the producer took the offer back"),
-    RefusedReason.EXPIRED: lambda: LeaseExpired(
-        "the producer did not hold the blocks until the last byte had been read"
-    ),
-}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from kvferry.protocol.errors import FerryError
 
@@ -26,7 +26,7 @@ class QuarantineEntry:
     Attributes:
         request_id: The pull that left them.
         peer: Whose transfers have not settled.
-        reason: Why the pull ended; None when it was cancelled.
+        reason: Why the pull ended; None when its caller cancelled it.
         since: When, in `trio.current_time`.
         blocks: Per group the logical block ids (for a state group: slots).
     """
@@ -62,6 +62,12 @@ class Quarantine:
     async def wait_empty(self) -> None:
         """Wait until every block is safe again."""
         while self._entries:
+            await self._changed.wait()
+
+    async def wait_free(self, group: str, block_ids: Iterable[int]) -> None:
+        """Wait until none of these blocks of a group is held; at once if none is."""
+        wanted = frozenset(block_ids)
+        while wanted & self.blocks(group):
             await self._changed.wait()
 
     def hold(self, entry: QuarantineEntry) -> None:

@@ -36,10 +36,12 @@ Lives in `protocol/` because it raises too and may not import `engine/`;
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import Self
 
     from kvferry.protocol.ranges import Ranges
 
@@ -102,6 +104,26 @@ class FerryError(Exception):
         self.peer = peer
         self.phase = phase
         self.untrusted: dict[str, Ranges] = dict(untrusted or {})
+
+    def about(
+        self,
+        *,
+        request_id: str | None = None,
+        peer: str | None = None,
+        phase: str | None = None,
+        untrusted: Mapping[str, Ranges] | None = None,
+    ) -> Self:
+        """A copy with more context; what this one says already stays.
+
+        A copy, because one peer's end is told to many requests.
+        """
+        error = copy.copy(self)
+        error.__cause__ = self.__cause__
+        error.request_id = self.request_id or request_id
+        error.peer = self.peer or peer
+        error.phase = self.phase or phase
+        error.untrusted = dict(self.untrusted or untrusted or {})
+        return error
 
     def __str__(self) -> str:
         """One line: the detail, then whatever context is known.

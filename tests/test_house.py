@@ -38,9 +38,12 @@ LAYERS = (
     "engine.fabric engine.streams engine.quarantine engine.guard",
     # motion
     "engine.pump engine.waves engine.finish engine.staging engine.rearrange",
+    "engine.flight engine.drive engine.after",
     # others
     "engine.link engine.handshake",
     "engine.peers engine.listener",
+    "engine.services",
+    "engine.reading engine.dialogue",
     # services
     "engine.offer engine.pull engine.push",
     # face

@@ -63,3 +63,32 @@ async def test_waiting_ends_with_the_last_entry(autojump_clock) -> None:
         assert not done
         quarantine.reclaim(entries[1])
     assert done == [True, True]
+
+
+async def test_a_scheduler_can_wait_for_the_blocks_that_it_wants(autojump_clock) -> None:
+    """Of one group, and whatever else is still held; at once for blocks that are free."""
+    quarantine = Quarantine()
+    first = entry("a", {"full": (1, 2), "state": (5,)})
+    second = entry("b", {"full": (3,)})
+    quarantine.hold(first)
+    quarantine.hold(second)
+    done: list[str] = []
+
+    async def wait(name: str, group: str, blocks: list[int]) -> None:
+        await quarantine.wait_free(group, blocks)
+        done.append(name)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait, "free", "full", [4, 5])
+        nursery.start_soon(wait, "none", "full", [])
+        await trio.testing.wait_all_tasks_blocked()
+        assert sorted(done) == ["free", "none"]
+        nursery.start_soon(wait, "of the first", "full", [2, 4])
+        nursery.start_soon(wait, "of both", "full", [2, 3])
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(done) == 2
+        quarantine.reclaim(first)
+        await trio.testing.wait_all_tasks_blocked()
+        assert done[2:] == ["of the first"]
+        quarantine.reclaim(second)
+    assert done[3:] == ["of both"]

@@ -1,0 +1,145 @@
+"""`Dialogue`: what one pull says to its sources, and what it hears of them.
+
+Answers become the machine's events here, and whoever fails is named in its error.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvferry.engine.guard import guarded
+from kvferry.engine.peers import Subscriber
+from kvferry.protocol.errors import (
+    FerryError,
+    LeaseExpired,
+    OfferSpent,
+    OfferWithdrawn,
+    PeerLost,
+    UnknownOffer,
+)
+from kvferry.protocol.lifecycle.pull import ConfirmArrived, SourceFailed
+from kvferry.protocol.link import (
+    Confirmed,
+    ReadFinished,
+    Refused,
+    RefusedReason,
+    Renew,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from structlog.typing import FilteringBoundLogger
+
+    from kvferry.engine.peers import Answer, Peer
+    from kvferry.engine.services import Services
+    from kvferry.protocol.lifecycle.machine import Event
+    from kvferry.protocol.link import LinkMessage
+    from kvferry.protocol.ticket import Ticket
+
+__all__ = ("Dialogue",)
+
+
+class Dialogue:
+    """One pull's words with the producer's ranks, which it numbers as its ticket does.
+
+    Attributes:
+        peers: Whom it listens to; nobody before `begin` and after `end`.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        ticket: Ticket,
+        attempt: int,
+        *,
+        feed: Callable[[Event], None],
+        log: FilteringBoundLogger,
+    ) -> None:
+        self.peers: tuple[Peer, ...] = ()
+        self._services = services
+        self._ticket = ticket
+        self._attempt = attempt
+        self._feed = feed
+        self._log = log
+
+    def begin(self, peers: tuple[Peer, ...]) -> None:
+        """Listen to these."""
+        self.peers = peers
+        for number, peer in enumerate(peers):
+            subscriber = Subscriber(
+                partial(self._answered, number), partial(self._fail, number)
+            )
+            peer.subscribe(self._attempt, subscriber)
+
+    def end(self) -> None:
+        """Listen no more."""
+        for peer in self.peers:
+            peer.unsubscribe(self._attempt)
+
+    def name(self, sources: Iterable[int]) -> str:
+        """Who these sources are."""
+        return ", ".join(str(self.peers[source].key) for source in sorted(sources))
+
+    def renew(self, sources: Iterable[int]) -> None:
+        """Ask these to hold on; the first time this accepts the ticket."""
+        readers = self._services.key.rank.instance()
+        for source in sources:
+            request_id, offer_id = self._offer(source)
+            self._send(source, Renew(request_id, offer_id, self._attempt, readers))
+
+    def finish_read(self, source: int) -> None:
+        """Tell one that its last byte has been read, and ask for its word."""
+        self._send(source, ReadFinished(*self._offer(source), self._attempt))
+
+    def decline(self, cause: FerryError | None) -> None:
+        """Free all of them at once, also those never reached; if that fails, their
+        leases do. Goes on in the engine's nursery."""
+        detail = "not needed" if cause is None else type(cause).__name__
+        self._services.nursery.start_soon(
+            partial(
+                guarded,
+                partial(self._services.peers.decline, self._ticket, detail),
+                on_failure=self._not_told,
+                log=self._log,
+            )
+        )
+
+    def _not_told(self, error: FerryError) -> None:
+        self._log.warning("decline_lost", error=str(error))
+
+    def _offer(self, source: int) -> tuple[str, str]:
+        return self._ticket.request_id, self._ticket.ranks[source].offer_id
+
+    def _send(self, source: int, message: LinkMessage) -> None:
+        try:
+            self.peers[source].link.post(message)
+        except PeerLost as error:
+            self._fail(source, error)
+
+    def _answered(self, source: int, answer: Answer) -> None:
+        match answer:
+            case Confirmed():
+                self._feed(ConfirmArrived(source))
+            case Refused():
+                self._fail(source, _REFUSALS[answer.reason]())
+            case _:
+                pass  # renewed: its lease runs on the producer's clock
+
+    def _fail(self, source: int, cause: FerryError) -> None:
+        self._feed(SourceFailed(source, cause.about(peer=self.name([source]))))
+
+
+_REFUSALS: dict[RefusedReason, Callable[[], FerryError]] = {
+    RefusedReason.UNKNOWN: lambda: UnknownOffer(
+        "the producer knows no such offer: it was never made there, or long ago"
+    ),
+    RefusedReason.SPENT: lambda: OfferSpent(
+        "the ticket has been used before, by this reader or by another instance"
+    ),
+    RefusedReason.WITHDRAWN: lambda: OfferWithdrawn("the producer took the offer back"),
+    RefusedReason.EXPIRED: lambda: LeaseExpired(
+        "the producer did not hold the blocks until the last byte had been read"
+    ),
+}

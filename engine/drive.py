@@ -1,0 +1,169 @@
+"""`Driver`: drives one lifecycle machine in the task of the request it belongs to.
+
+The machine decides, its owner carries out; what lies between is here, and knows
+nothing of pulls, pushes or landings: the inbox, the wait for an event or the
+machine's deadline, the drain under a shield, the time that each phase took, and
+what happens when an invariant of ours breaks on the way.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import trio
+
+from kvferry.engine.guard import contained
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from structlog.typing import FilteringBoundLogger
+
+    from kvferry.protocol.errors import FerryError
+    from kvferry.protocol.lifecycle.machine import Effect, Event, Machine
+
+__all__ = ("Driver",)
+
+StateT = TypeVar("StateT", bound=enum.Enum)
+
+
+class Driver(Generic[StateT]):
+    """One machine, its inbox and its clock.
+
+    Attributes:
+        machine: Only the driver steps it.
+        bug: Why it can be driven no further: a step or an effect of it raised. The
+            machine's word counts for nothing from then on, and events are dropped;
+            what its owner still has in flight, its owner must follow by itself.
+        failed_in: The last state before it began to end.
+        phases_s: Seconds spent in each state that has been left, by its value.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a machine does not know of itself
+        self,
+        machine: Machine[StateT],
+        *,
+        kind: str,
+        over: frozenset[StateT],
+        draining: StateT,
+        cancel: Event,
+        tick: Event,
+        carry_out: Callable[[Effect], None],
+        on_bug: Callable[[], None],
+        log: FilteringBoundLogger,
+    ) -> None:
+        """Drive nothing yet.
+
+        Args:
+            machine: In its first state.
+            kind: The beginning of its log entries, ``pull``.
+            over: The states in which the request has its outcome.
+            draining: The state that only waits for what is in flight.
+            cancel: What a cancellation of the caller's task is to the machine.
+            tick: What the machine is told when its deadline has come.
+            carry_out: Does one effect; must not block, and may feed.
+            on_bug: Told once, when `bug` has been set.
+            log: Bound to the request.
+        """
+        self.machine = machine
+        self.bug: FerryError | None = None
+        self.failed_in = machine.state
+        self.phases_s: dict[str, float] = {}
+        self._kind = kind
+        self._over = over
+        self._draining = draining
+        self._cancel = cancel
+        self._tick = tick
+        self._carry_out = carry_out
+        self._on_bug = on_bug
+        self._log = log
+        self._inbox: deque[Event] = deque()
+        self._arrived = trio.Event()
+        self._phase = machine.state
+        self._phase_at = trio.current_time()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to drive to."""
+        return self.bug is not None or self.machine.state in self._over
+
+    def feed(self, event: Event) -> None:
+        """Let an event in; never blocks or raises.
+
+        Once the request has its outcome nobody drives any more: only what is in
+        quarantine still changes, and that at once.
+        """
+        if self.is_over:
+            self._step(event)
+            return
+        self._inbox.append(event)
+        self._arrived.set()
+
+    async def run(self) -> None:
+        """Drive to the outcome; a cancellation drains first, and goes on then.
+
+        The shield has no end of its own: a machine that drains has a deadline.
+        """
+        try:
+            await self._drive()
+        except trio.Cancelled:
+            self.feed(self._cancel)
+            with trio.CancelScope(shield=True):
+                await self._drive()
+            raise
+
+    async def _drive(self) -> None:
+        while not self.is_over:
+            await self._next_input()
+            deadline = self.machine.deadline
+            if deadline is not None and trio.current_time() >= deadline:
+                self._step(self._tick)
+            # One event between two checkpoints: its effects may post a wave, which
+            # on one host is copied inside the call and answered at once.
+            if self._inbox and not self.is_over:
+                self._step(self._inbox.popleft())
+        while self._inbox:  # late ones are counted
+            self._step(self._inbox.popleft())
+
+    async def _next_input(self) -> None:
+        """Wait for an event or the machine's deadline; let others run in any case."""
+        if self._inbox:
+            await trio.lowlevel.checkpoint()
+            return
+        self._arrived = trio.Event()
+        deadline = self.machine.deadline
+        with trio.move_on_at(float("inf") if deadline is None else deadline):
+            await self._arrived.wait()
+
+    def _step(self, event: Event) -> None:
+        if self.bug is None:
+            contained(
+                partial(self._decide, event), on_failure=self._give_up, log=self._log
+            )
+
+    def _decide(self, event: Event) -> None:
+        effects = self.machine.step(event, trio.current_time())
+        self._note_phase()
+        for effect in effects:
+            self._carry_out(effect)
+
+    def _give_up(self, bug: FerryError) -> None:
+        if self.bug is None:  # an effect that fed a machine that was over
+            self.bug = bug
+            self._on_bug()
+
+    def _note_phase(self) -> None:
+        state = self.machine.state
+        if state is self._phase:
+            return
+        now, name = trio.current_time(), self._phase.value
+        self.phases_s[name] = self.phases_s.get(name, 0.0) + now - self._phase_at
+        self._phase, self._phase_at = state, now
+        if state in self._over:
+            return
+        self._log.debug(f"{self._kind}_{state.value}")
+        if state is not self._draining:
+            self.failed_in = state

@@ -1,0 +1,154 @@
+"""`Reading`: the waves of one pull, and how their bytes get into place.
+
+Most land where they belong. Those in bulk land in a cell of the staging buffer
+and are rearranged from there; until that has ended they count as in flight.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvferry.engine.fabric.base import Operation
+from kvferry.engine.flight import Flights
+from kvferry.engine.guard import guarded
+from kvferry.engine.selection import BulkSelection
+from kvferry.engine.waves import cut
+from kvferry.protocol.errors import FerryInternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import numpy.typing as npt
+    from structlog.typing import FilteringBoundLogger
+
+    from kvferry.engine.fabric.base import Fabric, Transfer
+    from kvferry.engine.peers import Sources
+    from kvferry.engine.selection import Selection
+    from kvferry.engine.services import Services
+    from kvferry.engine.staging import Berth
+    from kvferry.engine.waves import Wave
+    from kvferry.protocol.errors import FerryError
+    from kvferry.protocol.identity import EngineKey
+
+__all__ = ("Reading",)
+
+
+class Reading:
+    """One pull's waves.
+
+    Attributes:
+        waves: In posting order.
+        in_flight: Numbers of those that may still touch our blocks or the berth.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a pull knows after its plan
+        self,
+        services: Services,
+        sources: Sources,
+        selection: Selection[EngineKey],
+        *,
+        is_wanted: Callable[[], bool],
+        on_settled: Callable[[int, FerryError | None], None],
+        on_lost: Callable[[int, FerryError], None],
+        log: FilteringBoundLogger,
+    ) -> None:
+        """Cut the selection into waves; nothing is posted yet.
+
+        Args:
+            services: The engine's.
+            sources: Held by the pull until nothing is in flight.
+            selection: What is read.
+            is_wanted: Whether bytes that landed in bulk are still to be put in place.
+            on_settled: As in `Flights`.
+            on_lost: As in `Flights`.
+            log: Bound to the request.
+        """
+        self.waves = cut(
+            selection,
+            [peer.key for peer in sources.peers],
+            max_bytes=services.config.wave_bytes,
+        )
+        self._services = services
+        self._prepared = sources.prepared
+        self._is_wanted = is_wanted
+        self._log = log
+        self._berth: Berth | None = None
+        self._on_settled = on_settled
+        self._flights = Flights(
+            services.fabric, services.pump, on_settled=self._settled, on_lost=on_lost
+        )
+        self.in_flight = self._flights.in_flight
+
+    @property
+    def needs_berth(self) -> bool:
+        """Whether any wave lands in bulk."""
+        return any(wave.is_bulk for wave in self.waves)
+
+    async def take_berth(self) -> None:
+        """Wait for room in the staging buffer; no wave ever waits after this."""
+        self._berth = await self._services.staging.take()
+
+    def give_back_berth(self) -> None:
+        """Let the next pull have it; nothing may be in flight."""
+        if self._berth is not None:
+            self._services.staging.give_back(self._berth)
+            self._berth = None
+
+    def post(self, number: int) -> None:
+        """Post one wave; it is told how it goes, now or later."""
+        wave = self.waves[number]
+        local_ids = self._local_ids(number, wave)
+        self._flights.post(
+            number,
+            partial(self._start, wave, local_ids),
+            on_landed=partial(self._landed, number) if wave.is_bulk else None,
+        )
+
+    def _start(
+        self, wave: Wave, local_ids: npt.NDArray[np.int32], fabric: Fabric
+    ) -> Transfer:
+        ours, theirs = self._prepared[wave.source][wave.selected.index]
+        remote_ids = wave.selected.remote_ids[wave.slice]
+        return fabric.post(Operation.READ, ours, local_ids, theirs, remote_ids)
+
+    def _local_ids(self, number: int, wave: Wave) -> npt.NDArray[np.int32]:
+        selected = wave.selected
+        if not isinstance(selected, BulkSelection):
+            return selected.local_ids[wave.slice]
+        cell = self._held_berth().enter(number)
+        images = selected.remote_ids[wave.slice]
+        return self._services.staging.ids(selected.section, cell, images)
+
+    def _landed(self, number: int) -> None:
+        if self._is_wanted():
+            self._services.nursery.start_soon(self._rearrange, number)
+        else:
+            self._flights.settle(number)
+
+    async def _rearrange(self, number: int) -> None:
+        """In the engine's nursery: until it ends, the wave may touch our blocks."""
+        await guarded(
+            partial(self._put_in_place, number),
+            on_failure=partial(self._flights.settle, number),
+            log=self._log,
+        )
+
+    async def _put_in_place(self, number: int) -> None:
+        _, selected, wave = self.waves[number]
+        if isinstance(selected, BulkSelection):
+            cell = self._held_berth().of(number)
+            landed = self._services.staging.cell(selected.section, cell)
+            await self._services.rearranger.run(selected, wave, landed)
+        self._flights.settle(number)
+
+    def _settled(self, number: int, cause: FerryError | None) -> None:
+        if self._berth is not None:
+            self._berth.leave(number)
+        self._on_settled(number, cause)
+
+    def _held_berth(self) -> Berth:
+        if self._berth is None:
+            raise FerryInternalError("a wave landed in bulk without a berth")
+        return self._berth

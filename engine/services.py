@@ -1,0 +1,45 @@
+"""`Services`: the parts of an engine that its requests work with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import trio
+    from structlog.typing import FilteringBoundLogger
+
+    from kvferry.engine.config import EngineConfig
+    from kvferry.engine.fabric.base import Fabric
+    from kvferry.engine.finish import FinishStage
+    from kvferry.engine.peers import Peers
+    from kvferry.engine.pump import Pump
+    from kvferry.engine.quarantine import Quarantine
+    from kvferry.engine.rearrange import Rearranger
+    from kvferry.engine.staging import Staging
+    from kvferry.protocol.identity import EngineKey
+    from kvferry.protocol.layout import CacheLayout
+
+__all__ = ("Services",)
+
+
+@dataclass(frozen=True)
+class Services:
+    """What every pull of an engine works with.
+
+    Attributes:
+        nursery: For what must go on after its request; it ends with the engine.
+    """
+
+    config: EngineConfig
+    key: EngineKey
+    layout: CacheLayout
+    fabric: Fabric
+    pump: Pump
+    peers: Peers
+    staging: Staging
+    rearranger: Rearranger
+    finish: FinishStage
+    quarantine: Quarantine
+    nursery: trio.Nursery
+    log: FilteringBoundLogger
