@@ -7,7 +7,6 @@ and its failure ends it alone.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -95,7 +94,6 @@ class Pulls:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._active: dict[str, _Pull] = {}
-        self._attempts = itertools.count()
         self._idle = trio.Event()
 
     def __len__(self) -> int:
@@ -107,7 +105,7 @@ class Pulls:
         request_id = request.ticket.request_id
         if request_id in self._active:
             raise RequestInUse("a pull of it is under way", request_id=request_id)
-        pull = _Pull(self._services, request, next(self._attempts))
+        pull = _Pull(self._services, request, next(self._services.attempts))
         self._active[request_id] = pull
         try:
             return await pull.run()
