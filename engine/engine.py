@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import trio
 
+from kvferry.engine.after import check_after
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.handshake import Credentials
 from kvferry.engine.listener import Listener
@@ -33,6 +34,7 @@ from kvferry.engine.streams import Streams, TcpStreams
 from kvferry.protocol.errors import (
     ConfigError,
     EngineClosed,
+    FerryError,
     MisuseError,
     ProtocolViolation,
     UnknownBlock,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
     from structlog.typing import FilteringBoundLogger
 
+    from kvferry.engine.after import After
     from kvferry.engine.cache import KVCache
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.fabric.base import Fabric, Notice
@@ -96,7 +99,7 @@ class TransferEngine:
             config.secret,
             config.skip_groups,
         )
-        self._offers = Offers(key, config, self._pump, log=log)
+        self._offers = Offers(key, config, self._pump, nursery, log=log)
         self._listener = Listener(config, ours, on_message=self._offers.handle, log=log)
         self._staging = Staging(config, fabric)
         self._peers = Peers(
@@ -125,12 +128,15 @@ class TransferEngine:
         blocks: Mapping[str, Sequence[int | None] | Span],
         *,
         num_tokens: int,
+        after: After | None = None,
     ) -> Offer:
         """Hold a request's blocks for one consumer to read.
 
-        The blocks must already hold the cache of the first ``num_tokens`` tokens,
-        and must not be written or freed until the offer has ended. There is no
-        waiting for a GPU stream yet: synchronise before.
+        The blocks must hold the cache of the first ``num_tokens`` tokens, now or when
+        ``after`` has completed, and must not be written then or freed until the
+        offer has ended. Transfers are not ordered with GPU streams: give an event
+        that was recorded behind the work that fills the blocks, or synchronise
+        before.
 
         Args:
             request_id: Unique among the open offers of this engine.
@@ -138,6 +144,11 @@ class TransferEngine:
                 plain list begins at token 0, ``None`` stands for a block that a
                 window dropped. For a state group, its slots.
             num_tokens: Tokens in the cache; a state has advanced exactly so far.
+            after: What must be over before a byte is read: a recorded
+                ``torch.cuda.Event``, or a callable that returns an awaitable, called
+                once in a task that is cancelled when the offer ends. The ticket is
+                good at once, and its lease runs meanwhile. If it fails, the offer is
+                withdrawn, and ``offer.cause`` says why.
 
         Returns:
             The offer, with its ticket.
@@ -156,6 +167,7 @@ class TransferEngine:
             ticket_spans(self._cache.layout, spans, num_tokens=num_tokens),
             num_tokens=num_tokens,
             address=self.address,
+            after=after,
         )
 
     async def pull(
@@ -165,6 +177,7 @@ class TransferEngine:
         *,
         computed_tokens: int = 0,
         deadline_s: float | None = None,
+        after: After | None = None,
     ) -> TransferReport:
         """Read the cache that a ticket offers into our own blocks.
 
@@ -182,6 +195,10 @@ class TransferEngine:
                 nothing before this position is written.
             deadline_s: Seconds until the pull fails; ``pull_deadline_s`` of the
                 configuration by default.
+            after: What must be over before a byte is written, zeros included: a
+                recorded ``torch.cuda.Event`` behind the last work on the blocks, or
+                a callable that returns an awaitable, called once in a task that is
+                cancelled when the pull ends. If it fails, so does the pull.
 
         Returns:
             The report: coverage was proved, and the producer has confirmed that it
@@ -195,21 +212,18 @@ class TransferEngine:
                 deadline passed.
             EngineClosed: The engine is closing.
         """
-        self._check_open(ticket.request_id)
-        spans = {
-            name: _span(given, first_token=computed_tokens)
-            for name, given in blocks.items()
-        }
-        self._check_groups(spans, ticket.request_id)
-        self._check_free(spans, ticket.request_id)
-        limit_s = self.config.pull_deadline_s if deadline_s is None else deadline_s
-        if math.isnan(limit_s):
-            raise MisuseError(
-                "a deadline that is no number", request_id=ticket.request_id
+        with _naming(ticket, phase="new"):
+            spans = {
+                name: _span(given, first_token=computed_tokens)
+                for name, given in blocks.items()
+            }
+            self._check_pull(ticket.request_id, spans)
+            if after is not None:
+                check_after(after)
+            deadline_at = self._deadline_at(deadline_s)
+            return await self._pulls.run(
+                PullRequest(ticket, spans, computed_tokens, deadline_at, after)
             )
-        return await self._pulls.run(
-            PullRequest(ticket, spans, computed_tokens, trio.current_time() + limit_s)
-        )
 
     async def decline(self, ticket: Ticket) -> None:
         """Tell the producer that a ticket will not be read: it is freed at once.
@@ -218,8 +232,9 @@ class TransferEngine:
             PeerError: The producer could not be told; its lease will end the offer.
             EngineClosed: The engine is closing.
         """
-        self._check_open(ticket.request_id)
-        await self._peers.decline(ticket, "declined")
+        with _naming(ticket, phase="declining"):
+            self._check_open(ticket.request_id)
+            await self._peers.decline(ticket, "declined")
 
     def statistics(self) -> dict[str, int]:
         """Live resources and counters by name, for metrics and leak checks."""
@@ -236,6 +251,17 @@ class TransferEngine:
             "stray_notices": self._stray_notices,
             **{f"fabric_{k}": v for k, v in self._fabric.counts().items()},
         }
+
+    def _deadline_at(self, deadline_s: float | None) -> float:
+        limit_s = self.config.pull_deadline_s if deadline_s is None else deadline_s
+        if math.isnan(limit_s):
+            raise MisuseError("a deadline that is no number")
+        return trio.current_time() + limit_s
+
+    def _check_pull(self, request_id: str, spans: Mapping[str, Span]) -> None:
+        self._check_open(request_id)
+        self._check_groups(spans, request_id)
+        self._check_free(spans, request_id)
 
     def _check_open(self, request_id: str) -> None:
         if self._is_closing:
@@ -260,7 +286,7 @@ class TransferEngine:
             if held:
                 raise MisuseError(
                     f"group {name!r}: blocks {sorted(held)[:8]} are in quarantine;"
-                    " await engine.quarantine.wait_empty(), or give others",
+                    " await engine.quarantine.wait_free(group, ids), or give others",
                     request_id=request_id,
                 )
 
@@ -311,6 +337,18 @@ class TransferEngine:
     async def _run_pump(self, scope: trio.CancelScope) -> None:
         with scope:
             await self._pump.run()
+
+
+@contextmanager
+def _naming(ticket: Ticket, *, phase: str) -> Iterator[None]:
+    """What fails before it has a context of its own names request, peer and phase."""
+    try:
+        yield
+    except FerryError as error:
+        error.request_id = error.request_id or ticket.request_id
+        error.peer = error.peer or ticket.engine_id
+        error.phase = error.phase or phase
+        raise
 
 
 def _span(given: Sequence[int | None] | Span, *, first_token: int) -> Span:

@@ -29,7 +29,7 @@ from kvferry.protocol.errors import (
     ProtocolViolation,
 )
 from kvferry.protocol.identity import EngineKey
-from kvferry.protocol.link import Confirmed, Decline, Refused, Renewed
+from kvferry.protocol.link import Confirmed, Decline, OfferReady, Refused, Renewed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Answer", "Peer", "Peers", "Sources", "Subscriber")
 
-Answer = Confirmed | Refused | Renewed
+Answer = Confirmed | OfferReady | Refused | Renewed
 
 
 class Subscriber:

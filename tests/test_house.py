@@ -68,6 +68,7 @@ THIRD_PARTY = {
     "engine.explain": {"numpy", "msgspec"},
     "engine.fabric": {"trio", "numpy", "structlog"},
     "engine.fabric.nixl": {"trio", "numpy", "nixl", "structlog"},
+    "engine.after": {"trio", "torch"},
     "engine.finish": {"trio", "torch", "numpy", "structlog"},
     "engine.errors": set(),
     "engine.config": set(),
