@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import trio
 
+from kvferry.engine.after import check_after
 from kvferry.engine.agents import Agents
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.handshake import Credentials
@@ -37,6 +38,7 @@ from kvferry.engine.streams import Streams, TcpStreams
 from kvferry.protocol.errors import (
     ConfigError,
     EngineClosed,
+    FerryError,
     FerryInternalError,
     MisuseError,
     ProtocolViolation,
@@ -60,7 +62,6 @@ if TYPE_CHECKING:
     from kvferry.engine.push import PushStream
     from kvferry.engine.report import PushReport, TransferReport
     from kvferry.engine.streams import BoundListener
-    from kvferry.protocol.errors import FerryError
     from kvferry.protocol.link import LinkMessage
 
 __all__ = ("TransferEngine", "open_engine")
@@ -106,7 +107,7 @@ class TransferEngine:
             config.secret,
             config.skip_groups,
         )
-        self._offers = Offers(key, config, self._pump, log=log)
+        self._offers = Offers(key, config, self._pump, nursery, log=log)
         self._staging = Staging(config, fabric)
         agents = Agents(fabric, log=log)
         self._peers = Peers(
@@ -147,12 +148,15 @@ class TransferEngine:
         blocks: Mapping[str, Sequence[int | None] | Span],
         *,
         num_tokens: int,
+        after: After | None = None,
     ) -> Offer:
         """Hold a request's blocks for one consumer to read.
 
-        The blocks must already hold the cache of the first ``num_tokens`` tokens,
-        and must not be written or freed until the offer has ended. There is no
-        waiting for a GPU stream yet: synchronise before.
+        The blocks must hold the cache of the first ``num_tokens`` tokens, now or when
+        ``after`` has completed, and must not be written then or freed until the
+        offer has ended. Transfers are not ordered with GPU streams: give an event
+        that was recorded behind the work that fills the blocks, or synchronise
+        before.
 
         Args:
             request_id: Unique among the open offers of this engine.
@@ -160,6 +164,11 @@ class TransferEngine:
                 plain list begins at token 0, ``None`` stands for a block that a
                 window dropped. For a state group, its slots.
             num_tokens: Tokens in the cache; a state has advanced exactly so far.
+            after: What must be over before a byte is read: a recorded
+                ``torch.cuda.Event``, or a callable that returns an awaitable, called
+                once in a task that is cancelled when the offer ends. The ticket is
+                good at once, and its lease runs meanwhile. If it fails, the offer is
+                withdrawn, and ``offer.cause`` says why.
 
         Returns:
             The offer, with its ticket.
@@ -170,15 +179,15 @@ class TransferEngine:
             MisuseError: As its detail says.
             EngineClosed: The engine is closing.
         """
-        self._check_open(request_id)
-        spans = {name: _span(given, first_token=0) for name, given in blocks.items()}
-        self._check_groups(spans, request_id)
-        return self._offers.open(
-            request_id,
-            ticket_spans(self._cache.layout, spans, num_tokens=num_tokens),
-            num_tokens=num_tokens,
-            address=self.address,
-        )
+        with _naming(request_id):
+            spans = self._spans(blocks, first_token=0, after=after)
+            return self._offers.open(
+                request_id,
+                ticket_spans(self._cache.layout, spans, num_tokens=num_tokens),
+                num_tokens=num_tokens,
+                address=self.address,
+                after=after,
+            )
 
     async def pull(
         self,
@@ -187,6 +196,7 @@ class TransferEngine:
         *,
         computed_tokens: int = 0,
         deadline_s: float | None = None,
+        after: After | None = None,
     ) -> TransferReport:
         """Read the cache that a ticket offers into our own blocks.
 
@@ -204,6 +214,10 @@ class TransferEngine:
                 nothing before this position is written.
             deadline_s: Seconds until the pull fails; ``pull_deadline_s`` of the
                 configuration by default.
+            after: What must be over before a byte is written, zeros included: a
+                recorded ``torch.cuda.Event`` behind the last work on the blocks, or
+                a callable that returns an awaitable, called once in a task that is
+                cancelled when the pull ends. If it fails, so does the pull.
 
         Returns:
             The report: coverage was proved, and the producer has confirmed that it
@@ -217,12 +231,12 @@ class TransferEngine:
                 deadline passed.
             EngineClosed: The engine is closing.
         """
-        self._check_open(ticket.request_id)
-        spans = self._destination(blocks, computed_tokens, ticket.request_id)
-        deadline_at = self._deadline(deadline_s, ticket.request_id)
-        return await self._pulls.run(
-            PullRequest(ticket, spans, computed_tokens, deadline_at)
-        )
+        with _naming(ticket.request_id, ticket.engine_id):
+            spans = self._spans(blocks, first_token=computed_tokens, after=after)
+            deadline_at = self._deadline_at(deadline_s)
+            return await self._pulls.run(
+                PullRequest(ticket, spans, computed_tokens, deadline_at, after)
+            )
 
     @property
     def contact(self) -> Contact:
@@ -283,18 +297,14 @@ class TransferEngine:
             if not isinstance(source, Ticket):
                 raise MisuseError("with a contact, say which request_id is expected")
             request_id = source.request_id
-        self._check_open(request_id)
-        spans = self._destination(blocks, computed_tokens, request_id)
-        return await self._landings.run(
-            LandingRequest(
-                request_id,
-                contact,
-                spans,
-                computed_tokens,
-                self._deadline(deadline_s, request_id),
-                after,
+        with _naming(request_id, contact.engine_id):
+            spans = self._spans(blocks, first_token=computed_tokens, after=after)
+            deadline_at = self._deadline_at(deadline_s)
+            return await self._landings.run(
+                LandingRequest(
+                    request_id, contact, spans, computed_tokens, deadline_at, after
+                )
             )
-        )
 
     async def push(
         self,
@@ -368,35 +378,14 @@ class TransferEngine:
             IncompletePush: Something never became ready; it is named.
             FerryError: As in `push`.
         """
-        self._check_open(request_id)
-        spans = {name: _span(given, first_token=0) for name, given in blocks.items()}
-        self._check_groups(spans, request_id)
-        ticket_spans(self._cache.layout, spans, num_tokens=num_tokens)  # checks them
-        request = PushRequest(
-            request_id, spans, num_tokens, self._deadline(deadline_s, request_id)
-        )
+        with _naming(request_id):
+            spans = self._spans(blocks, first_token=0)
+            # Only for its checks: what may be offered may be pushed.
+            ticket_spans(self._cache.layout, spans, num_tokens=num_tokens)
+            deadline_at = self._deadline_at(deadline_s)
+            request = PushRequest(request_id, spans, num_tokens, deadline_at)
         async with self._pushes.stream(request) as stream:
             yield stream
-
-    def _destination(
-        self,
-        blocks: Mapping[str, Sequence[int | None] | Span],
-        computed_tokens: int,
-        request_id: str,
-    ) -> dict[str, Span]:
-        spans = {
-            name: _span(given, first_token=computed_tokens)
-            for name, given in blocks.items()
-        }
-        self._check_groups(spans, request_id)
-        self._check_free(spans, request_id)
-        return spans
-
-    def _deadline(self, deadline_s: float | None, request_id: str) -> float:
-        limit_s = self.config.pull_deadline_s if deadline_s is None else deadline_s
-        if math.isnan(limit_s):
-            raise MisuseError("a deadline that is no number", request_id=request_id)
-        return trio.current_time() + limit_s
 
     async def decline(self, ticket: Ticket) -> None:
         """Tell the producer that a ticket will not be read: it is freed at once.
@@ -405,8 +394,9 @@ class TransferEngine:
             PeerError: The producer could not be told; its lease will end the offer.
             EngineClosed: The engine is closing.
         """
-        self._check_open(ticket.request_id)
-        await self._peers.decline(ticket, "declined")
+        with _naming(ticket.request_id, ticket.engine_id, phase="declining"):
+            self._check_open()
+            await self._peers.decline(ticket, "declined")
 
     def statistics(self) -> dict[str, int]:
         """Live resources and counters by name, for metrics and leak checks."""
@@ -428,21 +418,45 @@ class TransferEngine:
             **{f"fabric_{k}": v for k, v in self._fabric.counts().items()},
         }
 
-    def _check_open(self, request_id: str) -> None:
-        if self._is_closing:
-            raise EngineClosed("the engine is closing", request_id=request_id)
+    def _deadline_at(self, deadline_s: float | None) -> float:
+        limit_s = self.config.pull_deadline_s if deadline_s is None else deadline_s
+        if math.isnan(limit_s):
+            raise MisuseError("a deadline that is no number")
+        return trio.current_time() + limit_s
 
-    def _check_groups(self, spans: Mapping[str, Span], request_id: str) -> None:
+    def _spans(
+        self,
+        blocks: Mapping[str, Sequence[int | None] | Span],
+        *,
+        first_token: int,
+        after: After | None = None,
+    ) -> dict[str, Span]:
+        """A request's blocks, after all checks that need no peer and no counts."""
+        self._check_open()
+        spans = {
+            name: _span(given, first_token=first_token)
+            for name, given in blocks.items()
+        }
+        self._check_groups(spans)
+        self._check_free(spans)
+        if after is not None:
+            check_after(after)
+        return spans
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise EngineClosed("the engine is closing")
+
+    def _check_groups(self, spans: Mapping[str, Span]) -> None:
         """Blocks are given for every group that is transferred, and for no other."""
         known = {g.name for g in self._cache.layout.groups} - self.config.skip_groups
         for name in sorted(known ^ spans.keys()):
             what = "no blocks were given for" if name in known else "there is no"
             raise UnknownBlock(
-                f"{what} group {name!r}; blocks are due for {sorted(known)}",
-                request_id=request_id,
+                f"{what} group {name!r}; blocks are due for {sorted(known)}"
             )
 
-    def _check_free(self, spans: Mapping[str, Span], request_id: str) -> None:
+    def _check_free(self, spans: Mapping[str, Span]) -> None:
         """A block that an earlier transfer may still write to holds nobody's cache."""
         if not self.quarantine:
             return
@@ -451,8 +465,7 @@ class TransferEngine:
             if held:
                 raise MisuseError(
                     f"group {name!r}: blocks {sorted(held)[:8]} are in quarantine;"
-                    " await engine.quarantine.wait_empty(), or give others",
-                    request_id=request_id,
+                    " await engine.quarantine.wait_free(group, ids), or give others"
                 )
 
     def _take_notice(self, notice: Notice) -> None:
@@ -527,6 +540,20 @@ class _Links:
 
     def on_end(self, link: Link, cause: FerryError) -> None:
         self._pushes.on_end(link, cause)
+
+
+@contextmanager
+def _naming(
+    request_id: str, peer: str | None = None, *, phase: str = "new"
+) -> Iterator[None]:
+    """What fails before it has a context of its own names request, peer and phase."""
+    try:
+        yield
+    except FerryError as error:
+        error.request_id = error.request_id or request_id
+        error.peer = error.peer or peer
+        error.phase = error.phase or phase
+        raise
 
 
 def _span(given: Sequence[int | None] | Span, *, first_token: int) -> Span:

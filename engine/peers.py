@@ -35,6 +35,7 @@ from kvferry.protocol.link import (
     Confirmed,
     Decline,
     Finished,
+    OfferReady,
     Refused,
     Registered,
     Renewed,
@@ -61,7 +62,16 @@ if TYPE_CHECKING:
 
 __all__ = ("Answer", "Peer", "Peers", "Sources", "Subscriber")
 
-Answer = Confirmed | Refused | Renewed | Registered | Finished | Aborted | Revoked
+Answer = (
+    Confirmed
+    | OfferReady
+    | Refused
+    | Renewed
+    | Registered
+    | Finished
+    | Aborted
+    | Revoked
+)
 
 
 class Subscriber:
