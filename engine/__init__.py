@@ -23,6 +23,7 @@ from kvferry.engine.errors import (
     FerryInternalError,
     HandshakeRefused,
     ImpossiblePlan,
+    IncompletePush,
     LeaseExpired,
     MisuseError,
     OfferRefused,
@@ -32,6 +33,8 @@ from kvferry.engine.errors import (
     PeerLost,
     PeerUnreachable,
     ProtocolViolation,
+    PushAborted,
+    PushRevoked,
     RequestInUse,
     TransferError,
     TransferFailed,
@@ -41,8 +44,9 @@ from kvferry.engine.errors import (
 )
 from kvferry.engine.explain import explain
 from kvferry.engine.offer import Offer, OfferOutcome
+from kvferry.engine.push import PushStream
 from kvferry.engine.quarantine import Quarantine, QuarantineEntry
-from kvferry.engine.report import TransferReport
+from kvferry.engine.report import PushReport, TransferReport
 from kvferry.engine.spans import Span
 from kvferry.protocol.identity import Rank
 from kvferry.protocol.layout import Shard
@@ -59,6 +63,7 @@ __all__ = (
     "FerryInternalError",
     "HandshakeRefused",
     "ImpossiblePlan",
+    "IncompletePush",
     "KVCache",
     "LeaseExpired",
     "MisuseError",
@@ -72,6 +77,10 @@ __all__ = (
     "PeerLost",
     "PeerUnreachable",
     "ProtocolViolation",
+    "PushAborted",
+    "PushReport",
+    "PushRevoked",
+    "PushStream",
     "Quarantine",
     "QuarantineEntry",
     "Rank",

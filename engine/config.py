@@ -60,6 +60,7 @@ class EngineConfig:
             idle agent costs about 20 us of a core (nixl-facts row 16).
         max_links: Links served at once.
         max_offers: Offers open at once.
+        max_registrations: Consumers' registrations for pushes held at once.
     """
 
     engine_id: str
@@ -85,6 +86,7 @@ class EngineConfig:
     idle_poll_s: float = 0.01
     max_links: int = 1024
     max_offers: int = 65_536
+    max_registrations: int = 65_536
 
     def __post_init__(self) -> None:
         """Check what can be checked before anything starts.

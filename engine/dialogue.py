@@ -16,11 +16,21 @@ from kvferry.protocol.errors import (
     OfferSpent,
     OfferWithdrawn,
     PeerLost,
+    ProtocolViolation,
     UnknownOffer,
 )
-from kvferry.protocol.lifecycle.pull import ConfirmArrived, SourceFailed
+from kvferry.protocol.lifecycle.pull import (
+    ConfirmArrived,
+    DeclineSource,
+    RenewLease,
+    SendReadFinished,
+    SourceFailed,
+    SourceReady,
+)
 from kvferry.protocol.link import (
     Confirmed,
+    Decline,
+    OfferReady,
     ReadFinished,
     Refused,
     RefusedReason,
@@ -61,6 +71,7 @@ class Dialogue:
         self._services = services
         self._ticket = ticket
         self._attempt = attempt
+        self._readers = services.key.rank.instance()
         self._feed = feed
         self._log = log
 
@@ -82,16 +93,18 @@ class Dialogue:
         """Who these sources are."""
         return ", ".join(str(self.peers[source].key) for source in sorted(sources))
 
-    def renew(self, sources: Iterable[int]) -> None:
-        """Ask these to hold on; the first time this accepts the ticket."""
-        readers = self._services.key.rank.instance()
-        for source in sources:
-            request_id, offer_id = self._offer(source)
-            self._send(source, Renew(request_id, offer_id, self._attempt, readers))
-
-    def finish_read(self, source: int) -> None:
-        """Tell one that its last byte has been read, and ask for its word."""
-        self._send(source, ReadFinished(*self._offer(source), self._attempt))
+    def say(self, effect: RenewLease | DeclineSource | SendReadFinished) -> None:
+        """Carry out an effect that is a word to some of them."""
+        match effect:
+            case RenewLease(sources=sources):
+                for source in sources:
+                    ids = self._offer(source)
+                    self._send(source, Renew(*ids, self._attempt, self._readers))
+            case DeclineSource(source=source):
+                ids = self._offer(source)
+                self._send(source, Decline(*ids, self._readers, "not needed"))
+            case SendReadFinished(source=source):
+                self._send(source, ReadFinished(*self._offer(source), self._attempt))
 
     def decline(self, cause: FerryError | None) -> None:
         """Free all of them at once, also those never reached; if that fails, their
@@ -122,6 +135,8 @@ class Dialogue:
         match answer:
             case Confirmed():
                 self._feed(ConfirmArrived(source))
+            case OfferReady():
+                self._feed(SourceReady(source))
             case Refused():
                 self._fail(source, _REFUSALS[answer.reason]())
             case _:
@@ -141,5 +156,8 @@ _REFUSALS: dict[RefusedReason, Callable[[], FerryError]] = {
     RefusedReason.WITHDRAWN: lambda: OfferWithdrawn("the producer took the offer back"),
     RefusedReason.EXPIRED: lambda: LeaseExpired(
         "the producer did not hold the blocks until the last byte had been read"
+    ),
+    RefusedReason.NOT_READY: lambda: ProtocolViolation(
+        "the producer says that its blocks were read before it had computed them"
     ),
 }

@@ -8,6 +8,7 @@ peers are told.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import secrets
@@ -17,13 +18,17 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import trio
 
+from kvferry.engine.after import check_after
+from kvferry.engine.agents import Agents
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.handshake import Credentials
+from kvferry.engine.landing import LandingRequest, Landings
 from kvferry.engine.listener import Listener
 from kvferry.engine.offer import Offer, Offers, ticket_spans
 from kvferry.engine.peers import Peers
 from kvferry.engine.pull import PullRequest, Pulls
 from kvferry.engine.pump import Pump
+from kvferry.engine.push import Pushes, PushRequest
 from kvferry.engine.quarantine import Quarantine
 from kvferry.engine.rearrange import Rearranger
 from kvferry.engine.services import Services
@@ -33,6 +38,8 @@ from kvferry.engine.streams import Streams, TcpStreams
 from kvferry.protocol.errors import (
     ConfigError,
     EngineClosed,
+    FerryError,
+    FerryInternalError,
     MisuseError,
     ProtocolViolation,
     UnknownBlock,
@@ -40,18 +47,22 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.handshake import Card
 from kvferry.protocol.identity import EngineKey
 from kvferry.protocol.notices import decode_notice
+from kvferry.protocol.ticket import Contact, RankAddress, Ticket
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
     from structlog.typing import FilteringBoundLogger
 
+    from kvferry.engine.after import After
     from kvferry.engine.cache import KVCache
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.fabric.base import Fabric, Notice
-    from kvferry.engine.report import TransferReport
+    from kvferry.engine.link import Link
+    from kvferry.engine.push import PushStream
+    from kvferry.engine.report import PushReport, TransferReport
     from kvferry.engine.streams import BoundListener
-    from kvferry.protocol.ticket import Ticket
+    from kvferry.protocol.link import LinkMessage
 
 __all__ = ("TransferEngine", "open_engine")
 
@@ -96,27 +107,39 @@ class TransferEngine:
             config.secret,
             config.skip_groups,
         )
-        self._offers = Offers(key, config, self._pump, log=log)
-        self._listener = Listener(config, ours, on_message=self._offers.handle, log=log)
+        self._offers = Offers(key, config, self._pump, nursery, log=log)
         self._staging = Staging(config, fabric)
+        agents = Agents(fabric, log=log)
         self._peers = Peers(
-            config, ours, fabric, streams, nursery, staging=self._staging, log=log
+            config,
+            ours,
+            fabric,
+            streams,
+            nursery,
+            agents=agents,
+            staging=self._staging,
+            log=log,
         )
-        self._pulls = Pulls(
-            Services(
-                config,
-                key,
-                cache.layout,
-                fabric,
-                pump=self._pump,
-                peers=self._peers,
-                staging=self._staging,
-                rearranger=Rearranger(cache.storages()),
-                finish=FinishStage(cache),
-                quarantine=self.quarantine,
-                nursery=nursery,
-                log=log,
-            )
+        services = Services(
+            config,
+            key,
+            cache.layout,
+            fabric,
+            pump=self._pump,
+            peers=self._peers,
+            staging=self._staging,
+            rearranger=Rearranger(cache.storages()),
+            finish=FinishStage(cache),
+            quarantine=self.quarantine,
+            nursery=nursery,
+            attempts=itertools.count(),
+            log=log,
+        )
+        self._pulls = Pulls(services)
+        self._pushes = Pushes(services, agents)
+        self._landings = Landings(services)
+        self._listener = Listener(
+            config, ours, service=_Links(self._offers, self._pushes), log=log
         )
 
     def offer(
@@ -125,12 +148,15 @@ class TransferEngine:
         blocks: Mapping[str, Sequence[int | None] | Span],
         *,
         num_tokens: int,
+        after: After | None = None,
     ) -> Offer:
         """Hold a request's blocks for one consumer to read.
 
-        The blocks must already hold the cache of the first ``num_tokens`` tokens,
-        and must not be written or freed until the offer has ended. There is no
-        waiting for a GPU stream yet: synchronise before.
+        The blocks must hold the cache of the first ``num_tokens`` tokens, now or when
+        ``after`` has completed, and must not be written then or freed until the
+        offer has ended. Transfers are not ordered with GPU streams: give an event
+        that was recorded behind the work that fills the blocks, or synchronise
+        before.
 
         Args:
             request_id: Unique among the open offers of this engine.
@@ -138,6 +164,11 @@ class TransferEngine:
                 plain list begins at token 0, ``None`` stands for a block that a
                 window dropped. For a state group, its slots.
             num_tokens: Tokens in the cache; a state has advanced exactly so far.
+            after: What must be over before a byte is read: a recorded
+                ``torch.cuda.Event``, or a callable that returns an awaitable, called
+                once in a task that is cancelled when the offer ends. The ticket is
+                good at once, and its lease runs meanwhile. If it fails, the offer is
+                withdrawn, and ``offer.cause`` says why.
 
         Returns:
             The offer, with its ticket.
@@ -148,15 +179,15 @@ class TransferEngine:
             MisuseError: As its detail says.
             EngineClosed: The engine is closing.
         """
-        self._check_open(request_id)
-        spans = {name: _span(given, first_token=0) for name, given in blocks.items()}
-        self._check_groups(spans, request_id)
-        return self._offers.open(
-            request_id,
-            ticket_spans(self._cache.layout, spans, num_tokens=num_tokens),
-            num_tokens=num_tokens,
-            address=self.address,
-        )
+        with _naming(request_id):
+            spans = self._spans(blocks, first_token=0, after=after)
+            return self._offers.open(
+                request_id,
+                ticket_spans(self._cache.layout, spans, num_tokens=num_tokens),
+                num_tokens=num_tokens,
+                address=self.address,
+                after=after,
+            )
 
     async def pull(
         self,
@@ -165,6 +196,7 @@ class TransferEngine:
         *,
         computed_tokens: int = 0,
         deadline_s: float | None = None,
+        after: After | None = None,
     ) -> TransferReport:
         """Read the cache that a ticket offers into our own blocks.
 
@@ -182,6 +214,10 @@ class TransferEngine:
                 nothing before this position is written.
             deadline_s: Seconds until the pull fails; ``pull_deadline_s`` of the
                 configuration by default.
+            after: What must be over before a byte is written, zeros included: a
+                recorded ``torch.cuda.Event`` behind the last work on the blocks, or
+                a callable that returns an awaitable, called once in a task that is
+                cancelled when the pull ends. If it fails, so does the pull.
 
         Returns:
             The report: coverage was proved, and the producer has confirmed that it
@@ -195,21 +231,161 @@ class TransferEngine:
                 deadline passed.
             EngineClosed: The engine is closing.
         """
-        self._check_open(ticket.request_id)
-        spans = {
-            name: _span(given, first_token=computed_tokens)
-            for name, given in blocks.items()
-        }
-        self._check_groups(spans, ticket.request_id)
-        self._check_free(spans, ticket.request_id)
-        limit_s = self.config.pull_deadline_s if deadline_s is None else deadline_s
-        if math.isnan(limit_s):
-            raise MisuseError(
-                "a deadline that is no number", request_id=ticket.request_id
+        with _naming(ticket.request_id, ticket.engine_id):
+            spans = self._spans(blocks, first_token=computed_tokens, after=after)
+            deadline_at = self._deadline_at(deadline_s)
+            return await self._pulls.run(
+                PullRequest(ticket, spans, computed_tokens, deadline_at, after)
             )
-        return await self._pulls.run(
-            PullRequest(ticket, spans, computed_tokens, trio.current_time() + limit_s)
-        )
+
+    @property
+    def contact(self) -> Contact:
+        """Where this rank listens: for consumers that expect a push from it.
+
+        Raises:
+            ConfigError: The engine has no listener.
+        """
+        if self.address is None:
+            raise ConfigError("an engine with listen=None cannot be pushed from")
+        host, port = self.address
+        address = RankAddress(self.key.rank, self.key.generation, host, port)
+        return Contact(self.key.engine_id, (address,))
+
+    async def expect(
+        self,
+        source: Ticket | Contact,
+        blocks: Mapping[str, Sequence[int | None] | Span],
+        *,
+        request_id: str | None = None,
+        computed_tokens: int = 0,
+        deadline_s: float | None = None,
+        after: After | None = None,
+    ) -> TransferReport:
+        """Let a producer push a request's cache into our own blocks.
+
+        The producer may push before or after this is called. From the call until it
+        returns or raises, the blocks belong to the engine, and the producer may write
+        them; then they are the caller's again, except those that ``engine.quarantine``
+        names. One that ends early, or is cancelled, asks every producer rank for the
+        blocks first, for ``drain_grace_s`` at most: a rank that does not answer leaves
+        them in quarantine, and is asked again until it does.
+
+        Args:
+            source: Who pushes: the contacts of all its ranks, merged, or a ticket of
+                them.
+            blocks: As in `pull`.
+            request_id: As the producer calls it; a ticket's own by default.
+            computed_tokens: As in `pull`.
+            deadline_s: Seconds until it fails; ``pull_deadline_s`` by default.
+            after: A CUDA event, or a callable that returns an awaitable: nothing is
+                written to the blocks before it has completed.
+
+        Returns:
+            The report: every producer rank has confirmed its last byte, each was seen
+            to arrive, and they are the bytes that were asked for. Every token slot of
+            the spans behind the request's tokens is zero.
+
+        Raises:
+            MisuseError: The call can never work, or the producer's cache does not fit;
+                nothing was transferred.
+            PeerError: A producer rank cannot be reached, differs, or was lost.
+            TransferError: The producer gave up, or the deadline passed.
+            EngineClosed: The engine is closing.
+        """
+        contact = source.contact if isinstance(source, Ticket) else source
+        if request_id is None:
+            if not isinstance(source, Ticket):
+                raise MisuseError("with a contact, say which request_id is expected")
+            request_id = source.request_id
+        with _naming(request_id, contact.engine_id):
+            spans = self._spans(blocks, first_token=computed_tokens, after=after)
+            deadline_at = self._deadline_at(deadline_s)
+            return await self._landings.run(
+                LandingRequest(
+                    request_id, contact, spans, computed_tokens, deadline_at, after
+                )
+            )
+
+    async def push(
+        self,
+        request_id: str,
+        blocks: Mapping[str, Sequence[int | None] | Span],
+        *,
+        num_tokens: int,
+        deadline_s: float | None = None,
+        after: After | None = None,
+    ) -> PushReport:
+        """Write a request's cache into the blocks of those who expect it.
+
+        The blocks must not be written or freed until it has returned or raised; then
+        they are the caller's again, except those that ``engine.quarantine`` names.
+
+        Args:
+            request_id: Not in another push of this engine.
+            blocks: As in `offer`.
+            num_tokens: As in `offer`.
+            deadline_s: Seconds until it fails if not every rank of the consumer has
+                registered and has it all; ``pull_deadline_s`` by default.
+            after: A CUDA event, or a callable that returns an awaitable: nothing is
+                read from the blocks before it has completed.
+
+        Returns:
+            The report: every rank of the consumer has said that it landed.
+
+        Raises:
+            MisuseError: The call can never work, or the consumer's blocks do not fit.
+            PeerError: A consumer rank was lost.
+            TransferError: The bytes did not all arrive, the consumer took its blocks
+                back, or the deadline passed.
+            EngineClosed: The engine is closing.
+        """
+        async with self.push_stream(
+            request_id, blocks, num_tokens=num_tokens, deadline_s=deadline_s
+        ) as stream:
+            await stream.ready(after=after)
+        if stream.report is None:
+            raise FerryInternalError("a push ended without a report")
+        return stream.report
+
+    @asynccontextmanager
+    async def push_stream(
+        self,
+        request_id: str,
+        blocks: Mapping[str, Sequence[int | None] | Span],
+        *,
+        num_tokens: int,
+        deadline_s: float | None = None,
+    ) -> AsyncIterator[PushStream]:
+        """Push while the cache is still being computed: step by step as it gets final.
+
+        ::
+
+            async with engine.push_stream("req-1", blocks, num_tokens=700) as stream:
+                for first in range(0, 700, 256):
+                    ...  # compute a chunk
+                    await stream.ready(tokens=(first, min(first + 256, 700)))
+
+        Leaving the block commits: it waits until every rank of the consumer has it
+        all, and fails on both sides if anything never became ready. Leaving it by an
+        error or a cancellation aborts on both sides. The consumer sees nothing before
+        the commit.
+
+        Args:
+            request_id, blocks, deadline_s: As in `push`.
+            num_tokens: As in `offer`; of the whole request.
+
+        Raises:
+            IncompletePush: Something never became ready; it is named.
+            FerryError: As in `push`.
+        """
+        with _naming(request_id):
+            spans = self._spans(blocks, first_token=0)
+            # Only for its checks: what may be offered may be pushed.
+            ticket_spans(self._cache.layout, spans, num_tokens=num_tokens)
+            deadline_at = self._deadline_at(deadline_s)
+            request = PushRequest(request_id, spans, num_tokens, deadline_at)
+        async with self._pushes.stream(request) as stream:
+            yield stream
 
     async def decline(self, ticket: Ticket) -> None:
         """Tell the producer that a ticket will not be read: it is freed at once.
@@ -218,40 +394,69 @@ class TransferEngine:
             PeerError: The producer could not be told; its lease will end the offer.
             EngineClosed: The engine is closing.
         """
-        self._check_open(ticket.request_id)
-        await self._peers.decline(ticket, "declined")
+        with _naming(ticket.request_id, ticket.engine_id, phase="declining"):
+            self._check_open()
+            await self._peers.decline(ticket, "declined")
 
     def statistics(self) -> dict[str, int]:
         """Live resources and counters by name, for metrics and leak checks."""
         return {
             "pulls": len(self._pulls),
             "offers": len(self._offers),
+            "pushes": len(self._pushes),
+            "deliveries": self._pushes.deliveries,
+            "targets": self._pushes.targets,
+            "landings": len(self._landings),
             "peers": len(self._peers),
             "links": len(self._listener),
             "quarantine": len(self.quarantine),
             "unsettled_transfers": self._pump.unsettled,
             "staging_berths_taken": self._staging.taken_berths,
             "handshakes_refused": self._listener.refused,
-            "stray_messages": self._offers.strays,
+            "stray_messages": self._offers.strays + self._pushes.strays,
             "stray_notices": self._stray_notices,
             **{f"fabric_{k}": v for k, v in self._fabric.counts().items()},
         }
 
-    def _check_open(self, request_id: str) -> None:
-        if self._is_closing:
-            raise EngineClosed("the engine is closing", request_id=request_id)
+    def _deadline_at(self, deadline_s: float | None) -> float:
+        limit_s = self.config.pull_deadline_s if deadline_s is None else deadline_s
+        if math.isnan(limit_s):
+            raise MisuseError("a deadline that is no number")
+        return trio.current_time() + limit_s
 
-    def _check_groups(self, spans: Mapping[str, Span], request_id: str) -> None:
+    def _spans(
+        self,
+        blocks: Mapping[str, Sequence[int | None] | Span],
+        *,
+        first_token: int,
+        after: After | None = None,
+    ) -> dict[str, Span]:
+        """A request's blocks, after all checks that need no peer and no counts."""
+        self._check_open()
+        spans = {
+            name: _span(given, first_token=first_token)
+            for name, given in blocks.items()
+        }
+        self._check_groups(spans)
+        self._check_free(spans)
+        if after is not None:
+            check_after(after)
+        return spans
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise EngineClosed("the engine is closing")
+
+    def _check_groups(self, spans: Mapping[str, Span]) -> None:
         """Blocks are given for every group that is transferred, and for no other."""
         known = {g.name for g in self._cache.layout.groups} - self.config.skip_groups
         for name in sorted(known ^ spans.keys()):
             what = "no blocks were given for" if name in known else "there is no"
             raise UnknownBlock(
-                f"{what} group {name!r}; blocks are due for {sorted(known)}",
-                request_id=request_id,
+                f"{what} group {name!r}; blocks are due for {sorted(known)}"
             )
 
-    def _check_free(self, spans: Mapping[str, Span], request_id: str) -> None:
+    def _check_free(self, spans: Mapping[str, Span]) -> None:
         """A block that an earlier transfer may still write to holds nobody's cache."""
         if not self.quarantine:
             return
@@ -260,17 +465,20 @@ class TransferEngine:
             if held:
                 raise MisuseError(
                     f"group {name!r}: blocks {sorted(held)[:8]} are in quarantine;"
-                    " await engine.quarantine.wait_empty(), or give others",
-                    request_id=request_id,
+                    " await engine.quarantine.wait_free(group, ids), or give others"
                 )
 
     def _take_notice(self, notice: Notice) -> None:
-        """Pulls need no notices: whatever arrives is counted, and changes nothing."""
-        self._stray_notices += 1
+        """One that no landing has asked for is counted, and changes nothing."""
         try:
-            kind = type(decode_notice(notice.payload)).__name__
+            written = decode_notice(notice.payload)
         except ProtocolViolation as error:
             kind = str(error)
+        else:
+            if self._landings.take(written):
+                return
+            kind = type(written).__name__
+        self._stray_notices += 1
         self._log.warning("stray_notice", sender=notice.sender, notice=kind)
 
     async def _listen(self, streams: Streams, nursery: trio.Nursery) -> None:
@@ -297,7 +505,10 @@ class TransferEngine:
         self._offers.withdraw_all()
         limit_s = self.config.drain_grace_s + 4 * GOODBYE_S
         with trio.move_on_after(limit_s, shield=True):
-            await self._pulls.close()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._pulls.close)
+                nursery.start_soon(self._pushes.close)
+                nursery.start_soon(self._landings.close)
             await self._listener.close(within_s=GOODBYE_S)
             await self._peers.close(within_s=GOODBYE_S)
         for entry in self.quarantine:
@@ -311,6 +522,38 @@ class TransferEngine:
     async def _run_pump(self, scope: trio.CancelScope) -> None:
         with scope:
             await self._pump.run()
+
+
+class _Links:
+    """What consumers bring over their links, to whom it is for."""
+
+    def __init__(self, offers: Offers, pushes: Pushes) -> None:
+        self._offers = offers
+        self._pushes = pushes
+
+    def on_open(self, link: Link, card: Card) -> None:
+        self._pushes.on_open(link, card)
+
+    def on_message(self, link: Link, message: LinkMessage) -> None:
+        if not self._pushes.on_message(link, message):
+            self._offers.handle(link, message)
+
+    def on_end(self, link: Link, cause: FerryError) -> None:
+        self._pushes.on_end(link, cause)
+
+
+@contextmanager
+def _naming(
+    request_id: str, peer: str | None = None, *, phase: str = "new"
+) -> Iterator[None]:
+    """What fails before it has a context of its own names request, peer and phase."""
+    try:
+        yield
+    except FerryError as error:
+        error.request_id = error.request_id or request_id
+        error.peer = error.peer or peer
+        error.phase = error.phase or phase
+        raise
 
 
 def _span(given: Sequence[int | None] | Span, *, first_token: int) -> Span:

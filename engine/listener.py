@@ -5,27 +5,40 @@ Owns no offers and no memory: what a link brings goes to `on_message`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
 from kvferry.engine.guard import guarded
 from kvferry.engine.handshake import answer
 from kvferry.engine.link import FramedStream, Link
-from kvferry.protocol.errors import HandshakeRefused
+from kvferry.protocol.errors import HandshakeRefused, PeerLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from structlog.typing import FilteringBoundLogger
 
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.handshake import Credentials
     from kvferry.engine.streams import BoundListener
     from kvferry.protocol.errors import FerryError
+    from kvferry.protocol.handshake import Card
     from kvferry.protocol.link import LinkMessage
 
-__all__ = ("Listener",)
+__all__ = ("LinkService", "Listener")
+
+
+class LinkService(Protocol):
+    """What hears of the links that others open; its calls never block."""
+
+    def on_open(self, link: Link, card: Card) -> None:
+        """Somebody has proved who they are."""
+
+    def on_message(self, link: Link, message: LinkMessage) -> None:
+        """A message came; a FerryError ends the link."""
+
+    def on_end(self, link: Link, cause: FerryError) -> None:
+        """The link has ended, for whatever reason; nothing follows."""
 
 
 class Listener:
@@ -40,12 +53,12 @@ class Listener:
         config: EngineConfig,
         ours: Credentials,
         *,
-        on_message: Callable[[Link, LinkMessage], None],
+        service: LinkService,
         log: FilteringBoundLogger,
     ) -> None:
         self._config = config
         self._ours = ours
-        self._on_message = on_message
+        self._service = service
         self._log = log
         self._links: set[Link] = set()
         self._serving = 0
@@ -87,16 +100,19 @@ class Listener:
         framed = FramedStream(stream)
         try:
             with trio.fail_after(self._config.handshake_timeout_s):
-                key, _card = await answer(framed, self._ours)
+                key, card = await answer(framed, self._ours)
         except trio.TooSlowError as exc:
             raise HandshakeRefused("the dialler took too long") from exc
         link = Link(framed, key)
         self._links.add(link)
         self._log.info("link_opened", peer=str(key))
+        cause: FerryError = PeerLost("the engine closed")
         try:
-            cause = await link.run(lambda message: self._on_message(link, message))
+            self._service.on_open(link, card)
+            cause = await link.run(partial(self._service.on_message, link))
         finally:
             self._links.discard(link)
+            self._service.on_end(link, cause)
         self._log.info("link_ended", peer=str(key), cause=str(cause))
 
 

@@ -8,6 +8,7 @@ that comes back at the same address is a new peer with a key of its own.
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -29,13 +30,24 @@ from kvferry.protocol.errors import (
     ProtocolViolation,
 )
 from kvferry.protocol.identity import EngineKey
-from kvferry.protocol.link import Confirmed, Decline, Refused, Renewed
+from kvferry.protocol.link import (
+    Aborted,
+    Confirmed,
+    Decline,
+    Finished,
+    OfferReady,
+    Refused,
+    Registered,
+    Renewed,
+    Revoked,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from structlog.typing import FilteringBoundLogger
 
+    from kvferry.engine.agents import Agents
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.fabric.base import Fabric, Prepared
     from kvferry.engine.handshake import Credentials
@@ -46,11 +58,20 @@ if TYPE_CHECKING:
     from kvferry.engine.streams import Streams
     from kvferry.protocol.handshake import Card
     from kvferry.protocol.link import LinkMessage
-    from kvferry.protocol.ticket import RankOffer, Ticket
+    from kvferry.protocol.ticket import Contact, RankAddress, RankOffer, Ticket
 
 __all__ = ("Answer", "Peer", "Peers", "Sources", "Subscriber")
 
-Answer = Confirmed | Refused | Renewed
+Answer = (
+    Confirmed
+    | OfferReady
+    | Refused
+    | Renewed
+    | Registered
+    | Finished
+    | Aborted
+    | Revoked
+)
 
 
 class Subscriber:
@@ -76,11 +97,11 @@ class Peer:
         strays: Answers to pulls that are not (or no longer) under way.
     """
 
-    def __init__(self, key: EngineKey, card: Card, link: Link, agent: str) -> None:
+    def __init__(self, key: EngineKey, card: Card, link: Link) -> None:
         self.key = key
         self.card = card
         self.link = link
-        self.agent = agent
+        self.agent = ""
         self.strays = 0
         self._subscribers: dict[int, Subscriber] = {}
 
@@ -158,12 +179,14 @@ class Peers:
         streams: Streams,
         nursery: trio.Nursery,
         *,
+        agents: Agents,
         staging: Staging,
         log: FilteringBoundLogger,
     ) -> None:
         self._config = config
         self._ours = ours
         self._fabric = fabric
+        self._agents = agents
         self._staging = staging
         self._streams = streams
         self._nursery = nursery
@@ -197,6 +220,34 @@ class Peers:
         sources = self._sources.get(keys) or self._prepare(keys)
         sources.users += 1
         return sources
+
+    async def connected(self, contact: Contact) -> tuple[Peer, ...]:
+        """Connect all ranks of a contact.
+
+        Raises:
+            PeerError: A rank cannot be reached, refuses, or is somebody else.
+            EngineClosed: The engine is closing.
+        """
+        found = [
+            (EngineKey(contact.engine_id, address.generation, address.rank), address)
+            for address in contact.ranks
+        ]
+        await self._connect_all(found)
+        return self._known(tuple(key for key, _ in found))
+
+    async def reach(self, key: EngineKey, address: RankAddress) -> Peer:
+        """Connect one rank.
+
+        Raises:
+            PeerError: It cannot be reached, refuses, or is somebody else.
+        """
+        await self._connect(key, address)
+        return self._known((key,))[0]
+
+    @contextmanager
+    def holding(self, contact: Contact) -> Iterator[None]:
+        """Keep these ranks while inside."""
+        yield
 
     async def decline(self, ticket: Ticket, detail: str) -> None:
         """Tell every rank of a ticket that it will not be read, or not further.
@@ -240,7 +291,9 @@ class Peers:
             for peer in tuple(self._peers.values()):
                 nursery.start_soon(_close, peer.link, within_s)
 
-    async def _connect_all(self, offers: Sequence[tuple[EngineKey, RankOffer]]) -> None:
+    async def _connect_all(
+        self, offers: Sequence[tuple[EngineKey, RankAddress | RankOffer]]
+    ) -> None:
         missing = [item for item in offers if item[0] not in self._peers]
         if len(missing) <= 1:
             for key, address in missing:
@@ -248,7 +301,7 @@ class Peers:
             return
         errors: list[FerryError] = []
 
-        async def connect(key: EngineKey, address: RankOffer) -> None:
+        async def connect(key: EngineKey, address: RankAddress | RankOffer) -> None:
             try:
                 await self._connect(key, address)
             except FerryError as error:
@@ -260,7 +313,7 @@ class Peers:
         if errors:
             raise errors[0]
 
-    async def _connect(self, key: EngineKey, address: RankOffer) -> None:
+    async def _connect(self, key: EngineKey, address: RankAddress | RankOffer) -> None:
         """One handshake per peer, in a task of the engine's: a caller that gives up
         does not take it from the others (case e4)."""
         if key in self._peers:
@@ -276,7 +329,9 @@ class Peers:
             # A copy each: an exception raised in two tasks mixes their tracebacks.
             raise copy.copy(dial.error) from dial.error
 
-    async def _dial(self, key: EngineKey, address: RankOffer, dial: _Dial) -> None:
+    async def _dial(
+        self, key: EngineKey, address: RankAddress | RankOffer, dial: _Dial
+    ) -> None:
         self.handshakes += 1
         where = f"{key}@{address.host}:{address.port}"
         log = self._log.bind(peer=where)
@@ -307,7 +362,7 @@ class Peers:
             del self._dials[key]
         dial.ended.set()
 
-    async def _greet(self, key: EngineKey, address: RankOffer) -> Peer:
+    async def _greet(self, key: EngineKey, address: RankAddress | RankOffer) -> Peer:
         try:
             with trio.fail_after(self._config.connect_timeout_s):
                 stream = await self._streams.dial(address.host, address.port)
@@ -322,11 +377,12 @@ class Peers:
     async def _introduce(self, framed: FramedStream, key: EngineKey) -> Peer:
         try:
             card = await greet(framed, self._ours, key)
-            agent = self._fabric.connect(card.metadata)
+            peer = Peer(key, card, Link(framed, key))
+            peer.agent = self._agents.connect(card.metadata, peer)
         except BaseException:
             await framed.aclose()
             raise
-        return Peer(key, card, Link(framed, key), agent)
+        return peer
 
     async def _serve(self, peer: Peer) -> None:
         """Run the peer's link; whatever ends it, the peer is gone with it."""
@@ -426,16 +482,12 @@ class Peers:
         sources.prepared.clear()
 
     def _disconnect_unused(self, peer: Peer) -> None:
-        """Let the fabric forget an agent, once nothing of it is in use.
-
-        By the agent's name: after a link broke, the same one may be connected
-        anew while transfers of before are still in flight.
-        """
+        """Let the fabric forget its agent, once nothing of it is in use."""
         peers = chain(
             self._peers.values(), *(sources.peers for sources in self._undiscarded)
         )
-        if all(other.agent != peer.agent for other in peers):
-            self._let_go(partial(self._fabric.disconnect, peer.agent))
+        if all(other is not peer for other in peers):
+            self._agents.let_go(peer.agent, peer)
 
     def _let_go(self, call: Callable[[], None]) -> None:
         """What the transport does not give back costs memory, and no request."""

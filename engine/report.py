@@ -1,4 +1,4 @@
-"""`TransferReport`: what a pull that is done says about itself."""
+"""`TransferReport` and `PushReport`: what a request that is done says about itself."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ("TransferReport",)
+__all__ = ("PushReport", "TransferReport")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferReport:
-    """A done pull: its coverage was proved, and its producers have confirmed.
+    """A done pull or landing: its coverage was proved, its producers have confirmed.
 
     Attributes:
         request_id: The request.
@@ -44,3 +44,27 @@ class TransferReport:
     phases_s: Mapping[str, float]
     bulk_bytes: int = 0
     skipped_groups: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushReport:
+    """A done push: its coverage was proved, and every rank has said that it landed.
+
+    Attributes:
+        request_id: The request.
+        peers: The consumer ranks that were written to.
+        num_tokens: Tokens in the cache.
+        bytes: Bytes that were written, to all of them.
+        descriptors: Runs that they went in.
+        waves: Bounded posts that the runs were posted in.
+        phases_s: Seconds spent in each state of the push: ``open`` until the last
+            range was ready, ``committed`` until the last rank had it.
+    """
+
+    request_id: str
+    peers: tuple[str, ...]
+    num_tokens: int
+    bytes: int
+    descriptors: int
+    waves: int
+    phases_s: Mapping[str, float]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import trio
     from structlog.typing import FilteringBoundLogger
 
@@ -25,10 +27,11 @@ __all__ = ("Services",)
 
 @dataclass(frozen=True)
 class Services:
-    """What every pull of an engine works with.
+    """What every request of an engine works with.
 
     Attributes:
         nursery: For what must go on after its request; it ends with the engine.
+        attempts: Numbers for pulls and landings, each given once.
     """
 
     config: EngineConfig
@@ -42,4 +45,5 @@ class Services:
     finish: FinishStage
     quarantine: Quarantine
     nursery: trio.Nursery
+    attempts: Iterator[int]
     log: FilteringBoundLogger

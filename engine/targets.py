@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ("ClaimPlans", "PreparedPlan", "Target", "Writer")
 
 MAX_CLAIMS = 64
-"""Most claims of one consumer rank: one for each set of producer ranks it knows."""
+"""Most claims kept of one consumer rank: one for each set of producer ranks it knows."""
 
 
 class Writer(NamedTuple):
@@ -97,8 +97,9 @@ class ClaimPlans:
         plan = prepare_plan(sheet, {key: self._writer.layout}, is_partial=True)
         pairs: list[tuple[Prepared, Prepared]] = []
         try:
+            # One by one: those before one that fails must be given back.
             for section in plan.peers[key].sections:
-                pairs.append(self._prepare_section(section.mirrored()))
+                pairs += [self._prepare_section(section.mirrored())]
         except FerryError:
             self._discard(pairs)
             raise
@@ -146,11 +147,9 @@ class Target:
             ProtocolViolation: The number is taken, or there are too many.
             PeerUnreachable: Its transport does not answer.
         """
-        if claim.number in self._claims or len(self._claims) >= MAX_CLAIMS:
-            raise ProtocolViolation(
-                f"claim {claim.number}, with {len(self._claims)} of at most"
-                f" {MAX_CLAIMS} there"
-            )
+        if claim.number in self._claims:
+            raise ProtocolViolation(f"claim {claim.number} is there already")
+        self._make_room()
         if self._agent is None:
             self._agent = self._writer.agents.connect(self._card.metadata, self)
         # What is registered was told in the handshake, and nothing else counts.
@@ -159,6 +158,17 @@ class Target:
             msgspec.structs.replace(sheet, regions=regions) for sheet in claim.sheets
         )
         self._claims[claim.number] = ClaimPlans(self._writer, self._agent, sheets)
+
+    def _make_room(self) -> None:
+        """A consumer that outlives many of our siblings claims many times."""
+        if len(self._claims) < MAX_CLAIMS:
+            return
+        for number, claim in self._claims.items():  # the oldest first
+            if not claim.users:
+                claim.discard()
+                del self._claims[number]
+                return
+        raise ProtocolViolation(f"{MAX_CLAIMS} claims are in use at once")
 
     def claim(self, number: int) -> ClaimPlans | None:
         """A claim by its number."""

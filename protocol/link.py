@@ -30,6 +30,7 @@ __all__ = (
     "Goodbye",
     "Landed",
     "LinkMessage",
+    "OfferReady",
     "ReadFinished",
     "Refused",
     "RefusedReason",
@@ -57,6 +58,8 @@ class RefusedReason(enum.Enum):
     SPENT = "spent"
     WITHDRAWN = "withdrawn"
     EXPIRED = "expired"
+    NOT_READY = "not_ready"
+    """A reader said that it had read what was still being computed."""
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
@@ -79,6 +82,16 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed", forbid_unknown_fields=
     request_id: RequestId
     attempt: Attempt
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+
+
+class OfferReady(
+    msgspec.Struct, frozen=True, tag="offer_ready", forbid_unknown_fields=True
+):
+    """Producer: the blocks hold their bytes now; told to a reader whose ticket says
+    that they do not, when it happens and after each of its later renewals."""
+
+    request_id: RequestId
+    attempt: Attempt
 
 
 class ReadFinished(
@@ -149,6 +162,7 @@ class Register(msgspec.Struct, frozen=True, tag="register", forbid_unknown_field
     """Consumer: write here what you push for this request.
 
     Attributes:
+        lease_s: Seconds that we hold the blocks from now, and from each `Extend`.
         claim: Number of the `Claim` that says which part is yours.
         token: What your notices show, unguessable for anyone else.
         computed_tokens: Nothing before this position is written.
@@ -159,6 +173,7 @@ class Register(msgspec.Struct, frozen=True, tag="register", forbid_unknown_field
 
     request_id: RequestId
     attempt: Attempt
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
     claim: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     token: Annotated[
         bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)
@@ -171,11 +186,10 @@ class Register(msgspec.Struct, frozen=True, tag="register", forbid_unknown_field
 class Registered(
     msgspec.Struct, frozen=True, tag="registered", forbid_unknown_fields=True
 ):
-    """Producer: it may be written for another ``lease_s`` seconds without a word of yours."""
+    """Producer: your lease runs anew."""
 
     request_id: RequestId
     attempt: Attempt
-    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend", forbid_unknown_fields=True):
@@ -236,7 +250,6 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke", forbid_unknown_fields=Tr
 
     request_id: RequestId
     attempt: Attempt
-    readers: Readers
 
 
 class Revoked(msgspec.Struct, frozen=True, tag="revoked", forbid_unknown_fields=True):
@@ -255,6 +268,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye", forbid_unknown_fields=
 LinkMessage = (
     Renew
     | Renewed
+    | OfferReady
     | ReadFinished
     | Confirmed
     | Refused

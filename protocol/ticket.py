@@ -17,7 +17,14 @@ from kvferry.protocol.version import PROTOCOL_VERSION
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ("MAX_TICKET_BYTES", "RankOffer", "Ticket", "TicketSpan")
+__all__ = (
+    "MAX_TICKET_BYTES",
+    "Contact",
+    "RankAddress",
+    "RankOffer",
+    "Ticket",
+    "TicketSpan",
+)
 
 MAX_TICKET_BYTES = 16 * 1024 * 1024
 """Longest encoded ticket: a million tokens in blocks of one, in a few groups."""
@@ -33,6 +40,8 @@ class RankOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         generation: Which start of the rank holds the blocks.
         offer_id: Which offer of the request: a second offer is another one.
+        ready: Whether the blocks held their bytes when the ticket was made. If not,
+            nothing may be read before the rank has said so on its link.
     """
 
     rank: Rank
@@ -40,6 +49,71 @@ class RankOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offer_id: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     port: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+    ready: bool = True
+
+
+class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank of an instance, and where it listens.
+
+    Attributes:
+        generation: Which start of the rank listens there.
+    """
+
+    rank: Rank
+    generation: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    port: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+
+
+class Contact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the ranks of an instance listen: for consumers that expect a push.
+
+    Attributes:
+        ranks: Every rank of the instance.
+    """
+
+    engine_id: Name
+    ranks: Annotated[
+        tuple[RankAddress, ...], msgspec.Meta(min_length=1, max_length=1024)
+    ]
+
+    def __post_init__(self) -> None:
+        """Refuse a rank that is listed twice: its bytes would be expected twice."""
+        if len({address.rank for address in self.ranks}) < len(self.ranks):
+            listed = ", ".join(str(address.rank) for address in self.ranks[:8])
+            raise BadTicket(f"a rank twice among {listed}")
+
+    @classmethod
+    def merge(cls, contacts: Iterable[Contact]) -> Contact:
+        """One contact out of those of the ranks of one instance.
+
+        Raises:
+            BadTicket: There is none, they are not of one instance, or two are of the
+                same rank.
+        """
+        contacts = tuple(contacts)
+        names = {contact.engine_id for contact in contacts}
+        if len(names) != 1:
+            raise BadTicket(f"contacts of one instance, not of {sorted(names)}")
+        ranks = tuple(rank for contact in contacts for rank in contact.ranks)
+        return cls(names.pop(), ranks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contact as plain JSON types."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Any) -> Contact:  # noqa: ANN401 - whatever the router gave
+        """The contact of `to_dict`.
+
+        Raises:
+            BadTicket: Not a contact.
+        """
+        try:
+            return msgspec.convert(plain, cls)
+        except (msgspec.ValidationError, ValueError, RecursionError) as exc:
+            raise BadTicket(f"not a contact: {exc}") from exc
 
 
 class TicketSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,6 +170,17 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ranks = tuple(offer for ticket in tickets for offer in ticket.ranks)
         lease_s = min(ticket.lease_s for ticket in tickets)
         return msgspec.structs.replace(first, ranks=ranks, lease_s=lease_s)
+
+    @property
+    def contact(self) -> Contact:
+        """Where its ranks listen."""
+        return Contact(
+            self.engine_id,
+            tuple(
+                RankAddress(offer.rank, offer.generation, offer.host, offer.port)
+                for offer in self.ranks
+            ),
+        )
 
     def to_bytes(self) -> bytes:
         """The ticket as msgpack."""

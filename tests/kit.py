@@ -459,6 +459,9 @@ def at_base(engine: TransferEngine) -> None:
     for name in (
         "pulls",
         "offers",
+        "pushes",
+        "deliveries",
+        "landings",
         "quarantine",
         "unsettled_transfers",
         "staging_berths_taken",
@@ -474,7 +477,7 @@ def is_bare(engine: TransferEngine) -> None:
     """At base, and nothing is known or prepared of any peer."""
     at_base(engine)
     live = engine.statistics()
-    for name in ("peers", "fabric_peers", "fabric_prepared"):
+    for name in ("peers", "targets", "fabric_peers", "fabric_prepared"):
         assert live[name] == 0, live
     assert not engine._peers._undiscarded
     assert not engine._peers._sources

@@ -33,19 +33,19 @@ LAYERS = (
     "engine.errors engine.cost engine.config engine.report engine.spans engine.tensors engine.validity",
     "engine.cache engine.coverage engine.runs",
     "engine.sections engine.images engine.selection",
-    "engine.plan engine.explain",
+    "engine.plan engine.claims engine.readiness engine.explain",
     # hands
     "engine.fabric engine.streams engine.quarantine engine.guard",
     # motion
     "engine.pump engine.waves engine.finish engine.staging engine.rearrange",
-    "engine.flight engine.drive engine.after",
+    "engine.agents engine.flight engine.drive engine.after",
     # others
     "engine.link engine.handshake",
-    "engine.peers engine.listener",
+    "engine.peers engine.listener engine.targets",
     "engine.services",
-    "engine.reading engine.dialogue",
+    "engine.reading engine.dialogue engine.shares engine.delivery",
     # services
-    "engine.offer engine.pull engine.push",
+    "engine.offer engine.pull engine.push engine.landing",
     # face
     "engine.engine",
     "engine.__init__",
@@ -68,6 +68,7 @@ THIRD_PARTY = {
     "engine.explain": {"numpy", "msgspec"},
     "engine.fabric": {"trio", "numpy", "structlog"},
     "engine.fabric.nixl": {"trio", "numpy", "nixl", "structlog"},
+    "engine.after": {"trio", "torch"},
     "engine.finish": {"trio", "torch", "numpy", "structlog"},
     "engine.errors": set(),
     "engine.config": set(),

@@ -9,6 +9,9 @@ good, so that an offer still open when its reader asks has been held all along
 (invariant 4). Every event lets the lease run out first: a producer that was
 stopped past its lease refuses whatever had queued up meanwhile.
 
+An offer may be made before its blocks are computed: then its readers are told when
+they are, and none is believed to have read them before.
+
 Not here: blocks, links, the clock.
 """
 
@@ -28,6 +31,7 @@ from kvferry.protocol.link import RefusedReason
 
 __all__ = (
     "EVENTS",
+    "BlocksComputed",
     "ConfirmRead",
     "EndOffer",
     "OfferDeclined",
@@ -37,6 +41,7 @@ __all__ = (
     "ReadEnded",
     "RefuseReader",
     "RenewArrived",
+    "ReportReady",
     "ReportRenewed",
     "WithdrawRequested",
 )
@@ -83,6 +88,10 @@ class OfferDeclined(Event, frozen=True):
     readers: tuple[Rank, ...]
 
 
+class BlocksComputed(Event, frozen=True):
+    """The producer's event has come: the blocks hold their bytes."""
+
+
 class WithdrawRequested(Event, frozen=True):
     """The producer wants its blocks back."""
 
@@ -95,6 +104,7 @@ EVENTS: tuple[type[Event], ...] = (
     RenewArrived,
     ReadEnded,
     OfferDeclined,
+    BlocksComputed,
     WithdrawRequested,
     OfferTicked,
 )
@@ -102,6 +112,12 @@ EVENTS: tuple[type[Event], ...] = (
 
 class ReportRenewed(Effect, frozen=True):
     """Tell the reader that the lease runs anew."""
+
+    reader: EngineKey
+
+
+class ReportReady(Effect, frozen=True):
+    """Tell the reader that the blocks hold their bytes."""
 
     reader: EngineKey
 
@@ -133,12 +149,15 @@ class OfferMachine(Machine[OfferState]):
     Args:
         now: When it was made.
         lease_s: How long the blocks are held from now, and from each renewal.
+        is_ready: Whether they hold their bytes, so that its ticket says so.
     """
 
-    def __init__(self, *, now: float, lease_s: float) -> None:
+    def __init__(self, *, now: float, lease_s: float, is_ready: bool = True) -> None:
         super().__init__(OfferState.OPEN)
         self.epoch = 0
         """How often it has been renewed."""
+        self._is_ready = is_ready
+        self._is_ticket_ready = is_ready
         self._lease_s = lease_s
         self._lease_at = now + lease_s
         self._instance: str | None = None  # the readers' engine id
@@ -171,13 +190,41 @@ class OfferMachine(Machine[OfferState]):
         self._claim(event.reader, event.readers)
         self.epoch += 1
         self._lease_at = now + self._lease_s
-        return OfferState.OPEN, [ReportRenewed(event.reader)]
+        return OfferState.OPEN, [
+            ReportRenewed(event.reader),
+            *self._report_ready(event.reader),
+        ]
+
+    def _report_ready(self, *readers: EngineKey) -> list[Effect]:
+        """Nothing to those whose ticket says it already."""
+        if self._is_ticket_ready or not self._is_ready:
+            return []
+        return [ReportReady(reader) for reader in readers]
+
+    def _compute(self, _event: BlocksComputed, now: float) -> _Decision:
+        if self._has_run_out(now):
+            return OfferState.EXPIRED, [EndOffer()]
+        self.ignored += self._is_ready
+        waiting = [] if self._is_ready else self._reading()
+        self._is_ready = True
+        return OfferState.OPEN, self._report_ready(*waiting)
+
+    def _reading(self) -> list[EngineKey]:
+        """The readers that have accepted the ticket and are not done."""
+        return [
+            EngineKey(self._instance, generation, rank)
+            for rank, generation in self._generations.items()
+            if self._instance is not None and rank not in self._done
+        ]
 
     def _confirm(self, event: ReadEnded, now: float) -> _Decision:
         if self._has_run_out(now):
             return self._expire(event.reader)
         if self._is_strange(event.reader) or event.reader.rank in self._done:
             return OfferState.OPEN, [RefuseReader(event.reader, RefusedReason.SPENT)]
+        if not self._is_ready:
+            refusal = RefuseReader(event.reader, RefusedReason.NOT_READY)
+            return OfferState.OPEN, [refusal]
         self._claim(event.reader, (event.reader.rank,))
         return self._count(event.reader.rank, [ConfirmRead(event.reader, self.epoch)])
 
@@ -246,6 +293,7 @@ OfferMachine.table = total_table(
             RenewArrived: Row(_M._renew, (_S.OPEN, _S.EXPIRED)),
             ReadEnded: Row(_M._confirm, (_S.OPEN, _S.RELEASED, _S.EXPIRED)),
             OfferDeclined: Row(_M._decline, (_S.OPEN, _S.RELEASED, _S.EXPIRED)),
+            BlocksComputed: Row(_M._compute, (_S.OPEN, _S.EXPIRED)),
             WithdrawRequested: Row(_M._withdraw, (_S.WITHDRAWN, _S.EXPIRED)),
             OfferTicked: Row(_M._tick, (_S.OPEN, _S.EXPIRED)),
         },
@@ -257,5 +305,7 @@ OfferMachine.table = total_table(
             for over in _REASONS
         },
     },
-    ignored=dict.fromkeys(_REASONS, (OfferDeclined, WithdrawRequested, OfferTicked)),
+    ignored=dict.fromkeys(
+        _REASONS, (OfferDeclined, BlocksComputed, WithdrawRequested, OfferTicked)
+    ),
 )

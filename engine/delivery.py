@@ -1,0 +1,389 @@
+"""`Delivery`: one push to one consumer rank, from its registration to its last wave.
+
+Drives one `DeliveryMachine` in the engine's nursery: a consumer may register before
+there is anything to push, and what is in flight outlives the push that posted it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from kvferry.engine.drive import Driver
+from kvferry.engine.fabric.base import Operation
+from kvferry.engine.flight import Flights
+from kvferry.engine.quarantine import QuarantineEntry
+from kvferry.engine.spans import Span
+from kvferry.protocol.errors import (
+    EngineClosed,
+    FerryError,
+    FerryInternalError,
+    IncompletePush,
+    LeaseExpired,
+    MisuseError,
+    OfferSpent,
+    PeerLost,
+)
+from kvferry.protocol.lifecycle.delivery import (
+    OVER,
+    ConsumerLost,
+    DeliveryAborted,
+    DeliveryCommitted,
+    DeliveryMachine,
+    DeliveryState,
+    DeliveryTicked,
+    EndDelivery,
+    ExtendArrived,
+    LandedArrived,
+    PostWave,
+    PushJoined,
+    QuarantineWaves,
+    ReclaimWaves,
+    ReportRegistered,
+    RevokeArrived,
+    SendFailed,
+    SendFinished,
+    SendRevoked,
+    WavesReady,
+    WriteLost,
+    WriteSettled,
+)
+from kvferry.protocol.link import (
+    Aborted,
+    AbortedReason,
+    Finished,
+    Registered,
+    Revoked,
+)
+from kvferry.protocol.notices import Written, encode_notice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from kvferry.engine.fabric.base import Fabric, Prepared, Transfer
+    from kvferry.engine.link import Link
+    from kvferry.engine.readiness import Step
+    from kvferry.engine.services import Services
+    from kvferry.engine.targets import ClaimPlans, PreparedPlan, Target
+    from kvferry.protocol.identity import EngineKey
+    from kvferry.protocol.lifecycle.machine import Effect
+    from kvferry.protocol.link import LinkMessage, Register
+
+__all__ = ("Cargo", "Delivery", "aborted")
+
+
+class Cargo(NamedTuple):
+    """What is pushed: the producer's blocks of one request."""
+
+    spans: Mapping[str, Span]
+    num_tokens: int
+
+
+class _Write(NamedTuple):
+    """One wave: the rows on either side, and which of their descriptors."""
+
+    ours: Prepared
+    our_ids: npt.NDArray[np.int32]
+    theirs: Prepared
+    their_ids: npt.NDArray[np.int32]
+
+
+class Delivery:
+    """One delivery.
+
+    Attributes:
+        reader: Who gets it.
+        register: Where to, as the consumer has told.
+        cause: Why it did not land.
+        bytes, descriptors, waves: Of everything that has become ready.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        target: Target,
+        register: Register,
+        claim: ClaimPlans,
+        *,
+        on_over: Callable[[Delivery], None],
+        on_clear: Callable[[Delivery], None],
+    ) -> None:
+        """Nobody pushes yet.
+
+        Args:
+            services: The engine's.
+            target: Who gets it.
+            register: Where to; its blocks have been checked.
+            claim: Which part is ours to write.
+            on_over: Told once, when it has its outcome.
+            on_clear: Told once, when nothing of it is in flight any more, either.
+        """
+        config = services.config
+        self.reader: EngineKey = target.key
+        self.register = register
+        self.bytes = self.descriptors = 0
+        self._services = services
+        self._target = target
+        self._link = target.link
+        self._claim = claim
+        claim.users += 1
+        self._on_over = on_over
+        self._on_clear = on_clear
+        self._log = services.log.bind(
+            request=register.request_id, reader=str(target.key)
+        )
+        self._machine = DeliveryMachine(
+            now=trio.current_time(),
+            lease_s=register.lease_s,
+            window=config.window,
+            grace_s=config.drain_grace_s,
+        )
+        self._driver = Driver(
+            self._machine,
+            kind="delivery",
+            over=OVER,
+            draining=DeliveryState.DRAINING,
+            cancel=DeliveryAborted(EngineClosed("the engine is closing")),
+            tick=DeliveryTicked(),
+            carry_out=self._carry_out,
+            on_bug=self._abandon,
+            log=self._log,
+        )
+        self.feed = self._driver.feed
+        self._flights = Flights(
+            services.fabric,
+            services.pump,
+            on_settled=self._settled,
+            on_lost=self._lost,
+        )
+        self._spans = {
+            name: Span(span.block_ids, span.first_token)
+            for name, span in register.spans.items()
+        }
+        self._cargo: Cargo | None = None
+        self._writes: list[_Write] = []
+        self._entry: QuarantineEntry | None = None
+        self._is_holding = True  # on the claim
+        self._owes_revoked = False  # after a bug of ours, by hand
+
+    @property
+    def cause(self) -> FerryError | None:
+        """Why it did not land; None while nothing has failed, or if it did."""
+        return self._driver.bug or self._machine.cause
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether the consumer has it all."""
+        return self._machine.state is DeliveryState.LANDED
+
+    @property
+    def waves(self) -> int:
+        """Waves that have become ready."""
+        return len(self._writes)
+
+    async def run(self) -> None:
+        """Drive it to its outcome; in the engine's nursery."""
+        self._send(Registered(*self._name()))
+        await self._driver.run()
+
+    def join(self, cargo: Cargo) -> None:
+        """There is something to push."""
+        self._cargo = cargo
+        self.feed(PushJoined())
+
+    def add(self, steps: Iterable[Step]) -> None:
+        """Write what these steps let go; blocks that it does not fit abort it."""
+        try:
+            writes = [write for step in steps for write in self._plan(step)]
+        except FerryError as error:
+            self.feed(DeliveryAborted(error))
+            return
+        self._writes += writes
+        self.feed(WavesReady(len(writes)))
+
+    def commit(self) -> None:
+        """No more follows."""
+        self.feed(DeliveryCommitted())
+
+    def abort(self, cause: FerryError) -> None:
+        """The push that it is part of has failed."""
+        self.feed(DeliveryAborted(cause))
+
+    def extend(self) -> None:
+        """The consumer holds its blocks on."""
+        self.feed(ExtendArrived())
+
+    def land(self) -> None:
+        """The consumer has it all."""
+        self.feed(LandedArrived())
+
+    def revoke(self, link: Link) -> None:
+        """The consumer wants its blocks back, and hears of it over this link."""
+        self._link = link
+        if self._driver.bug is None:
+            self.feed(RevokeArrived())
+        else:
+            self._owes_revoked = True
+            self._clear_up()
+
+    def lose_consumer(self, cause: FerryError) -> None:
+        """Its link has ended."""
+        self.feed(ConsumerLost(cause))
+
+    def _plan(self, step: Step) -> Iterator[_Write]:
+        cargo = self._held_cargo()
+        for prepared in self._claim.of(step.layer):
+            yield from self._cut(prepared, step, cargo)
+
+    def _cut(
+        self, prepared: PreparedPlan, step: Step, cargo: Cargo
+    ) -> Iterator[_Write]:
+        """Our side of a plan is the remote one: it was made as the consumer's."""
+        selection = prepared.plan.select(
+            num_tokens=cargo.num_tokens,
+            computed_tokens=self.register.computed_tokens,
+            local=self._spans,
+            remote=cargo.spans,
+            clip=step.clip,
+        )
+        for part in selection.peers.get(self._services.key, ()):
+            ours, theirs = prepared.pairs[part.index]
+            self.bytes += part.bytes
+            self.descriptors += part.descriptors
+            for wave in part.waves(self._services.config.wave_bytes):
+                yield _Write(ours, part.remote_ids[wave], theirs, part.local_ids[wave])
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case PostWave(wave=number):
+                self._flights.post(number, partial(self._start, number))
+            case ReportRegistered():
+                self._send(Registered(*self._name()))
+            case SendFinished(waves=waves):
+                tokens = self._held_cargo().num_tokens
+                self._send(Finished(*self._name(), tokens, waves, self.bytes))
+            case SendFailed():
+                self._send(aborted(self.register, self._machine.cause))
+            case SendRevoked():
+                self._send(Revoked(*self._name()))
+            case QuarantineWaves():
+                self._quarantine()
+            case ReclaimWaves():
+                self._reclaim()
+            case EndDelivery():
+                self._end()
+            case _:
+                raise FerryInternalError(f"no one does {type(effect).__name__}")
+
+    def _start(self, number: int, fabric: Fabric) -> Transfer:
+        write = self._writes[number]
+        return fabric.post(
+            Operation.WRITE,
+            write.ours,
+            write.our_ids,
+            write.theirs,
+            write.their_ids,
+            notice=encode_notice(Written(self.register.token, number)),
+        )
+
+    def _settled(self, number: int, cause: FerryError | None) -> None:
+        self.feed(WriteSettled(number, self._about(cause)))
+        self._clear_up()
+
+    def _lost(self, number: int, cause: FerryError) -> None:
+        self.feed(WriteLost(number, cause.about(peer=str(self.reader))))
+
+    def _about(self, cause: FerryError | None) -> FerryError | None:
+        return None if cause is None else cause.about(peer=str(self.reader))
+
+    def _name(self) -> tuple[str, int]:
+        return self.register.request_id, self.register.attempt
+
+    def _send(self, message: LinkMessage) -> None:
+        try:
+            self._link.post(message)
+        except PeerLost as error:
+            # The end of the link is told by itself, and ends the delivery.
+            self._log.debug("answer_lost", error=str(error))
+
+    def _held_cargo(self) -> Cargo:
+        if self._cargo is None:
+            raise FerryInternalError("a delivery without a push has nothing to write")
+        return self._cargo
+
+    def _end(self) -> None:
+        self._log.debug("delivery_over", state=self._machine.state.value)
+        self._on_over(self)
+        self._leave()
+
+    def _abandon(self) -> None:
+        """A bug of ours: whatever may still be touched stays in quarantine."""
+        if self._flights.in_flight:
+            self._quarantine()
+        self._send(aborted(self.register, self._driver.bug))
+        self._on_over(self)
+        self._clear_up()
+
+    def _quarantine(self) -> None:
+        """Our blocks: the consumer's are in its own quarantine until we answer."""
+        spans = self._cargo.spans if self._cargo is not None else {}
+        self._entry = QuarantineEntry(
+            self.register.request_id,
+            str(self.reader),
+            self.cause,
+            trio.current_time(),
+            {
+                name: tuple(block for block in span.block_ids if block is not None)
+                for name, span in spans.items()
+            },
+        )
+        self._services.quarantine.hold(self._entry)
+        self._log.error("push_quarantined")
+
+    def _reclaim(self) -> None:
+        if self._entry is not None:
+            self._services.quarantine.reclaim(self._entry)
+            self._entry = None
+            self._log.info("push_reclaimed")
+        self._leave()
+
+    def _clear_up(self) -> None:
+        """After a bug of ours no machine says when blocks are safe again."""
+        if self._driver.bug is None or self._flights.in_flight:
+            return
+        if self._owes_revoked:
+            self._owes_revoked = False
+            self._send(Revoked(*self._name()))
+        self._reclaim()
+
+    def _leave(self) -> None:
+        """Let go of what is prepared, once nothing is in flight."""
+        if self._flights.in_flight or not self._is_holding:
+            return
+        self._is_holding = False
+        self._claim.users -= 1
+        self._target.tidy()
+        self._on_clear(self)
+
+
+def aborted(register: Register, cause: FerryError | None) -> Aborted:
+    """What the consumer is told of a failure."""
+    reason = next(
+        (reason for kind, reason in _REASONS.items() if isinstance(cause, kind)),
+        AbortedReason.FAILED,
+    )
+    detail = "" if cause is None else cause.detail
+    return Aborted(register.request_id, register.attempt, reason, detail[:1024])
+
+
+_REASONS: dict[type[FerryError], AbortedReason] = {
+    LeaseExpired: AbortedReason.EXPIRED,
+    IncompletePush: AbortedReason.INCOMPLETE,
+    OfferSpent: AbortedReason.SPENT,
+    MisuseError: AbortedReason.MISFIT,
+}

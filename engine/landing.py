@@ -1,0 +1,596 @@
+"""The landing service: blocks that producers push into.
+
+Drives one `LandingMachine` for each landing, in its caller's task. Once a source has
+been told of the blocks it may write them until it has said that it will not: a
+landing that ends early asks every source for its word, and asks those that it has
+lost again and again, for as long as the engine lives.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvferry.engine.after import wait_for
+from kvferry.engine.drive import Driver
+from kvferry.engine.guard import guarded
+from kvferry.engine.peers import Subscriber
+from kvferry.engine.pump import Cadence
+from kvferry.engine.quarantine import QuarantineEntry
+from kvferry.engine.report import TransferReport
+from kvferry.engine.selection import Selector
+from kvferry.engine.shares import Shares, share_among
+from kvferry.protocol.errors import (
+    EngineClosed,
+    FerryError,
+    FerryInternalError,
+    ImpossiblePlan,
+    IncompletePush,
+    LeaseExpired,
+    OfferSpent,
+    PeerLost,
+    PushAborted,
+    RequestInUse,
+    TransferFailed,
+)
+from kvferry.protocol.lifecycle.landing import (
+    OVER,
+    AwaitBlocks,
+    BlocksReady,
+    CancelRequested,
+    Claimed,
+    Connect,
+    DeclinePush,
+    FinishEnded,
+    FinishFailed,
+    LandingFailed,
+    LandingMachine,
+    LandingStarted,
+    LandingState,
+    LandingTicked,
+    PartArrived,
+    QuarantineBlocks,
+    ReclaimBlocks,
+    RunFinish,
+    SendExtend,
+    SendLanded,
+    SendRegister,
+    SendRevoke,
+    SourceFailed,
+    SourceFinished,
+    SourceLost,
+    SourceRevoked,
+)
+from kvferry.protocol.link import (
+    Aborted,
+    AbortedReason,
+    Extend,
+    Finished,
+    Landed,
+    Register,
+    Revoke,
+    Revoked,
+)
+from kvferry.protocol.notices import TOKEN_BYTES
+from kvferry.protocol.ranges import Ranges
+from kvferry.protocol.ticket import TicketSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+    from kvferry.engine.after import After
+    from kvferry.engine.peers import Answer, Peer
+    from kvferry.engine.selection import Selection
+    from kvferry.engine.services import Services
+    from kvferry.engine.spans import Span
+    from kvferry.protocol.identity import EngineKey
+    from kvferry.protocol.layout import GroupLayout
+    from kvferry.protocol.lifecycle.machine import Effect
+    from kvferry.protocol.link import LinkMessage
+    from kvferry.protocol.notices import Written
+    from kvferry.protocol.ticket import Contact
+
+__all__ = ("LandingRequest", "Landings")
+
+EXTENSIONS_PER_LEASE = 3
+"""So that two extensions may be late before a lease runs out."""
+
+ASK_AGAIN_S = 1.0
+"""How soon a source that was lost is asked for our blocks again."""
+
+LONGEST_ASK_S = 60.0
+
+
+@dataclass(frozen=True)
+class LandingRequest:
+    """What the caller asked for.
+
+    Attributes:
+        contact: All ranks that may push.
+        spans: Our blocks, by group.
+        deadline_at: In `trio.current_time`.
+    """
+
+    request_id: str
+    contact: Contact
+    spans: Mapping[str, Span]
+    computed_tokens: int
+    deadline_at: float
+    after: After | None = None
+
+
+class Landings:
+    """All landings of one engine."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._active: dict[str, _Landing] = {}
+        self._tokens: dict[bytes, tuple[_Landing, int]] = {}
+        self._shares: dict[tuple[EngineKey, ...], Shares] = {}
+        self._idle = trio.Event()
+
+    def __len__(self) -> int:
+        """How many are under way."""
+        return len(self._active)
+
+    async def run(self, request: LandingRequest) -> TransferReport:
+        """Run one landing to its outcome; see `TransferEngine.expect`."""
+        request_id = request.request_id
+        if request_id in self._active:
+            raise RequestInUse("a landing of it is under way", request_id=request_id)
+        landing = _Landing(self._services, self, request)
+        self._active[request_id] = landing
+        try:
+            return await landing.run()
+        finally:
+            del self._active[request_id]
+            if not self._active:
+                self._idle.set()
+                self._idle = trio.Event()
+
+    def take(self, notice: Written) -> bool:
+        """Let a notice in; False if no landing has chosen its token (case n5)."""
+        found = self._tokens.get(notice.token)
+        if found is None:
+            return False
+        landing, source = found
+        landing.arrived(source, notice.part)
+        return True
+
+    async def close(self) -> None:
+        """End all landings, and wait until each is over."""
+        for landing in tuple(self._active.values()):
+            landing.feed(LandingFailed(EngineClosed("the engine is closing")))
+        while self._active:
+            await self._idle.wait()
+
+    # For the landings.
+
+    def token(self, landing: _Landing, source: int) -> bytes:
+        """A fresh token for what one source writes."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._tokens[token] = (landing, source)
+        return token
+
+    def drop_tokens(self, tokens: Iterable[bytes]) -> None:
+        """No notice is expected any more."""
+        for token in tokens:
+            self._tokens.pop(token, None)
+
+    def shares(self, peers: tuple[Peer, ...]) -> Shares:
+        """Our layout shared out among these peers; each of them knows its claim."""
+        keys = tuple(peer.key for peer in peers)
+        shares = self._shares.get(keys)
+        if shares is None or shares.peers != peers:
+            for old in [k for k, s in self._shares.items() if s.is_stale]:
+                del self._shares[old]
+            shares = share_among(peers, self._services)
+            self._shares[keys] = shares
+        return shares
+
+
+class _Landing:
+    """One landing.
+
+    Owns: the machine with its driver, and what the sources have told of the request.
+    """
+
+    def __init__(
+        self, services: Services, landings: Landings, request: LandingRequest
+    ) -> None:
+        config = services.config
+        self._services = services
+        self._landings = landings
+        self._request = request
+        self._attempt = next(services.attempts)
+        self._log = services.log.bind(request=request.request_id)
+        self._machine = LandingMachine(
+            deadline_at=request.deadline_at,
+            extend_every_s=config.lease_s / EXTENSIONS_PER_LEASE,
+            grace_s=config.drain_grace_s,
+        )
+        self._driver = Driver(
+            self._machine,
+            kind="landing",
+            over=OVER,
+            draining=LandingState.REVOKING,
+            cancel=CancelRequested(),
+            tick=LandingTicked(),
+            carry_out=self._carry_out,
+            on_bug=self._abandon,
+            log=self._log,
+        )
+        self.feed = self._driver.feed
+        self._nursery: trio.Nursery | None = None
+        self._peers: list[Peer] = []
+        self._shares: Shares | None = None
+        self._selection: Selection[EngineKey] | None = None
+        self._num_tokens = 0
+        self._tokens: list[bytes] = []
+        self._asking: dict[int, trio.CancelScope] = {}
+        self._entry: QuarantineEntry | None = None
+        self._is_hurrying = False
+        self._hold = ExitStack()  # on its peers, until it leaves
+        self._claims = ExitStack()  # on the pump, while bytes may come
+
+    async def run(self) -> TransferReport:
+        """To the one outcome: a report, an error, or the caller's cancellation."""
+        self._check_spans()
+        self._hold.enter_context(self._services.peers.holding(self._request.contact))
+        try:
+            with self._claims:
+                async with trio.open_nursery() as self._nursery:
+                    self.feed(LandingStarted())
+                    await self._driver.run()
+                    self._nursery.cancel_scope.cancel()
+        finally:
+            self._landings.drop_tokens(self._tokens)
+            if self._entry is None:
+                self._leave()
+        if self._machine.state is not LandingState.DONE:
+            raise self._error()
+        return self._report()
+
+    def _check_spans(self) -> None:
+        """Refuse blocks that are not ours before anybody hears of them.
+
+        Raises:
+            UnknownBlock: A block is not in its pool, or listed twice.
+            ImpossiblePlan: A span does not begin at a block.
+        """
+        config, layout = self._services.config, self._services.layout
+        groups = {g.name: g for g in layout.groups if g.name not in config.skip_groups}
+        Selector(
+            groups,
+            num_tokens=self._request.computed_tokens,
+            computed_tokens=self._request.computed_tokens,
+            local=self._request.spans,
+            remote={},
+        ).select({})
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Connect():
+                self._start_task(self._connect)
+            case AwaitBlocks():
+                self._start_task(self._await_blocks)
+            case SendRegister():
+                self._register()
+            case SendExtend(sources=sources):
+                self._extend(sources)
+            case RunFinish():
+                self._services.nursery.start_soon(self._finish)
+            case SendRevoke(sources=sources):
+                self._revoke(sources)
+            case SendLanded() | DeclinePush():
+                self._tell_all(effect)
+            case QuarantineBlocks():
+                self._quarantine()
+            case ReclaimBlocks():
+                self._reclaim()
+            case _:
+                raise FerryInternalError(f"no one does {type(effect).__name__}")
+
+    def _start_task(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Run a part of the landing beside it; its failure is an event."""
+        if self._nursery is None:
+            raise FerryInternalError("a landing's task started before the landing")
+        self._nursery.start_soon(
+            partial(guarded, call, on_failure=self._fail, log=self._log)
+        )
+
+    def _fail(self, error: FerryError) -> None:
+        self.feed(LandingFailed(error))
+
+    async def _connect(self) -> None:
+        peers = await self._services.peers.connected(self._request.contact)
+        self._shares = self._landings.shares(peers)
+        self._peers = list(peers)
+        for number, peer in enumerate(peers):
+            self._listen(number, peer)
+        self.feed(Claimed(len(peers)))
+
+    def _listen(self, source: int, peer: Peer) -> None:
+        peer.subscribe(
+            self._attempt,
+            Subscriber(partial(self._answered, source), partial(self._lose, source)),
+        )
+
+    async def _await_blocks(self) -> None:
+        if self._request.after is not None:
+            await wait_for(self._request.after)
+        self.feed(BlocksReady())
+
+    def arrived(self, source: int, part: int) -> None:
+        """A source's notice has come: from now on they come fast."""
+        if not self._is_hurrying:
+            self._is_hurrying = True
+            self._claims.enter_context(self._services.pump.claim(Cadence.BUSY))
+        self.feed(PartArrived(source, part))
+
+    def _register(self) -> None:
+        self._claims.enter_context(self._services.pump.claim(Cadence.OFFERED))
+        spans = {
+            name: TicketSpan(_plain(span), span.first_token)
+            for name, span in self._request.spans.items()
+        }
+        shares = self._held_shares()
+        for source in range(len(self._peers)):
+            token = self._landings.token(self, source)
+            self._tokens.append(token)
+            self._send(
+                source,
+                Register(
+                    self._request.request_id,
+                    self._attempt,
+                    self._services.config.lease_s,
+                    shares.number,
+                    token,
+                    self._request.computed_tokens,
+                    spans,
+                    self._services.key.rank.instance(),
+                ),
+            )
+
+    def _extend(self, sources: Iterable[int]) -> None:
+        for source in sources:
+            self._send(source, Extend(self._request.request_id, self._attempt))
+
+    def _revocation(self) -> Revoke:
+        return Revoke(self._request.request_id, self._attempt)
+
+    def _tell_all(self, effect: SendLanded | DeclinePush) -> None:
+        """As far as they can be reached: nothing here depends on it."""
+        has_landed = isinstance(effect, SendLanded)
+        kind = Landed if has_landed else Revoke
+        message = kind(self._request.request_id, self._attempt)
+        for peer in self._peers:
+            try:
+                peer.link.post(message)
+            except PeerLost as error:
+                self._log.debug("not_told", error=str(error))
+
+    def _revoke(self, sources: Iterable[int]) -> None:
+        for source in sources:
+            try:
+                self._peers[source].link.post(self._revocation())
+            except PeerLost as error:
+                self._lose(source, error)
+
+    def _send(self, source: int, message: LinkMessage) -> None:
+        try:
+            self._peers[source].link.post(message)
+        except PeerLost as error:
+            self._lose(source, error)
+
+    def _lose(self, source: int, cause: FerryError) -> None:
+        self.feed(SourceLost(source, cause))
+
+    def _answered(self, source: int, answer: Answer) -> None:
+        match answer:
+            case Finished():
+                self._finished(source, answer)
+            case Aborted(reason=reason, detail=detail):
+                cause = _ABORTED[reason](f"the producer gave up: {detail}")
+                self.feed(SourceFailed(source, self._about(source, cause)))
+            case Revoked():
+                self.feed(SourceRevoked(source))
+            case _:
+                pass  # registered: its lease runs on the producer's clock
+
+    def _about(self, source: int, cause: FerryError) -> FerryError:
+        return cause.about(peer=str(self._peers[source].key))
+
+    def _finished(self, source: int, answer: Finished) -> None:
+        """Check what the source says it wrote against what was asked of it."""
+        try:
+            self._check_finished(source, answer)
+        except FerryError as error:
+            self.feed(SourceFailed(source, self._about(source, error)))
+        else:
+            self.feed(SourceFinished(source, answer.parts))
+
+    def _check_finished(self, source: int, answer: Finished) -> None:
+        if self._selection is None:
+            self._num_tokens = answer.num_tokens
+            self._selection = self._held_shares().select(
+                num_tokens=answer.num_tokens,
+                computed_tokens=self._request.computed_tokens,
+                spans=self._request.spans,
+            )
+        elif answer.num_tokens != self._num_tokens:
+            raise TransferFailed(
+                f"one rank pushes {answer.num_tokens} tokens, another"
+                f" {self._num_tokens}"
+            )
+        parts = self._selection.peers.get(self._peers[source].key, ())
+        wanted = sum(part.bytes for part in parts)
+        if answer.bytes != wanted:
+            raise TransferFailed(
+                f"{answer.bytes} bytes were written where {wanted} were asked for"
+            )
+
+    def _held_shares(self) -> Shares:
+        if self._shares is None:
+            raise FerryInternalError("there are no shares before the connection")
+        return self._shares
+
+    async def _finish(self) -> None:
+        """In the engine's nursery: a landing that is cancelled now is done all the same."""
+
+        def failed(error: FerryError) -> None:
+            self.feed(FinishFailed(error))
+
+        try:
+            await guarded(self._run_finish, on_failure=failed, log=self._log)
+        except trio.Cancelled:
+            failed(EngineClosed("the engine closed before the finish stage ended"))
+            raise
+
+    async def _run_finish(self) -> None:
+        if self._selection is None:
+            raise FerryInternalError("a landing finished before anybody said so")
+        await self._services.finish.run(self._selection.tails)
+        self.feed(FinishEnded())
+
+    def _abandon(self) -> None:
+        """A bug of ours: as long as nobody has answered, the blocks are not safe."""
+        self._tell_all(DeclinePush())
+        if self._tokens:
+            self._quarantine()
+
+    def _quarantine(self) -> None:
+        writers = self._machine.writers
+        self._entry = QuarantineEntry(
+            self._request.request_id,
+            ", ".join(str(self._peers[source].key) for source in writers),
+            self._driver.bug or self._machine.cause,
+            trio.current_time(),
+            {
+                name: tuple(block for block in _plain(span) if block is not None)
+                for name, span in self._request.spans.items()
+            },
+        )
+        self._services.quarantine.hold(self._entry)
+        self._log.error("landing_quarantined", peer=self._entry.peer)
+        for source in writers:
+            self._services.nursery.start_soon(self._ask_again, source)
+
+    async def _ask_again(self, source: int) -> None:
+        """Ask a source for our blocks until it answers.
+
+        Only the same start of it can answer. After another start, or none, it is for
+        the caller to decide when its writes cannot be under way any more.
+        """
+        scope = self._asking.setdefault(source, trio.CancelScope())
+        delay_s = ASK_AGAIN_S
+        with scope:
+            while True:
+                await guarded(
+                    partial(self._ask, source),
+                    on_failure=self._not_asked,
+                    log=self._log,
+                )
+                await trio.sleep(delay_s)
+                delay_s = min(2 * delay_s, LONGEST_ASK_S)
+
+    async def _ask(self, source: int) -> None:
+        peer = self._peers[source]
+        if not peer.link.is_open:
+            address = self._request.contact.ranks[source]
+            peer = await self._services.peers.reach(peer.key, address)
+            self._peers[source] = peer
+            self._listen(source, peer)
+        peer.link.post(self._revocation())
+
+    def _not_asked(self, error: FerryError) -> None:
+        self._log.debug("blocks_not_asked_for", error=str(error))
+
+    def _reclaim(self) -> None:
+        if self._entry is not None:
+            self._services.quarantine.reclaim(self._entry)
+            self._entry = None
+            self._log.info("landing_reclaimed")
+        self._leave()
+
+    def _leave(self) -> None:
+        """Hear no more."""
+        for scope in self._asking.values():
+            scope.cancel()
+        for peer in self._peers:
+            peer.unsubscribe(self._attempt)
+        self._hold.close()
+
+    def _error(self) -> FerryError:
+        """The failure, with what is known of it around it (invariant 9)."""
+        cause = self._driver.bug or self._machine.cause
+        if cause is None:
+            cause = FerryInternalError(f"a landing ended {self._machine.state.value}")
+        error = cause.about(
+            request_id=self._request.request_id,
+            peer=self._request.contact.engine_id,
+            phase=self._driver.failed_in.value,
+            untrusted=self._untrusted(),
+        )
+        self._log.warning(
+            "landing_failed", error=type(error).__name__, detail=str(error)
+        )
+        return error
+
+    def _untrusted(self) -> Mapping[str, Ranges]:
+        """What the destination no longer holds for sure: all, once it was registered."""
+        if not self._tokens:
+            return {}
+        if self._selection is not None:
+            return self._selection.untrusted
+        return {
+            group.name: self._whole(group, self._request.spans[group.name])
+            for group in self._services.layout.groups
+            if group.name in self._request.spans
+        }
+
+    def _whole(self, group: GroupLayout, span: Span) -> Ranges:
+        count = len(span.block_ids)
+        if not group.block_size:
+            return Ranges.of([(0, count)])
+        last = span.first_token + count * group.block_size * group.context_size
+        first = max(span.first_token, self._request.computed_tokens)
+        return Ranges.of([(first, last)])
+
+    def _report(self) -> TransferReport:
+        selection = self._selection
+        if selection is None:
+            raise FerryInternalError("a done landing has no selection")
+        report = TransferReport(
+            request_id=self._request.request_id,
+            peers=tuple(str(key) for key in selection.peers),
+            num_tokens=self._num_tokens,
+            computed_tokens=self._request.computed_tokens,
+            bytes=selection.bytes,
+            descriptors=selection.descriptors,
+            waves=self._machine.arrived,
+            zeroed_tokens=selection.zeroed_slots,
+            phases_s=dict(self._driver.phases_s),
+            skipped_groups=tuple(sorted(self._services.config.skip_groups)),
+        )
+        self._log.info("landing_done", bytes=report.bytes, waves=report.waves)
+        return report
+
+
+def _plain(span: Span) -> tuple[int | None, ...]:
+    """The ids of a span as the wire has them."""
+    return tuple(None if block is None else int(block) for block in span.block_ids)
+
+
+_ABORTED: dict[AbortedReason, type[FerryError]] = {
+    AbortedReason.EXPIRED: LeaseExpired,
+    AbortedReason.SPENT: OfferSpent,
+    AbortedReason.MISFIT: ImpossiblePlan,
+    AbortedReason.INCOMPLETE: IncompletePush,
+    AbortedReason.FAILED: PushAborted,
+}
