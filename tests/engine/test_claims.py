@@ -47,7 +47,7 @@ def test_random_pairs_pushed_are_what_a_pull_gives(case: Case) -> None:
             push(case)
 
 
-@settings(many, max_examples=300)
+@settings(many, max_examples=250)
 @given(cases(), st.integers(0, 2**32))
 def test_random_clips_select_each_byte_once_and_none_before_it_is_ready(
     case: Case, seed: int
@@ -187,7 +187,8 @@ def test_a_claim_outside_what_the_consumer_registered_is_refused() -> None:
     """The regions of the handshake count: an address beside them is never written."""
     local, remote = heads(0, 6), heads(0, 6)
     claim = share_out(local, {"all": remote}, reader=0)["all"][0]
-    for regions in ((), heads(0, 6).regions):
+    moved = tuple(replace(r, address=r.address + 4) for r in local.regions)
+    for regions in ((), moved):
         with pytest.raises(ImpossiblePlan, match="not inside one registered region"):
             prepare_plan(
                 replace(claim, regions=regions), {"all": remote}, is_partial=True
