@@ -305,7 +305,7 @@ class Offers:
         self, held: _Held, event: Event, *, link: Link | None = None, attempt: int = 0
     ) -> None:
         """Let an event into an offer and carry out what follows."""
-        had_reader = held.machine.has_reader
+        was_read = held.machine.is_read
         for effect in held.machine.step(event, trio.current_time()):
             if isinstance(effect, EndOffer):
                 self._end(held)
@@ -316,7 +316,7 @@ class Offers:
                 if isinstance(effect, ReportRenewed):
                     held.readers[effect.reader] = link, attempt
                 self._answer(link, self._message(held, effect, attempt))
-        if held.machine.has_reader and not had_reader and not held.ended.is_set():
+        if held.machine.is_read and not was_read and not held.ended.is_set():
             # Somebody reads now: over tcp their bytes move only when we look.
             held.claims.enter_context(self._pump.claim(Cadence.BUSY))
 

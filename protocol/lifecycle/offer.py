@@ -176,6 +176,11 @@ class OfferMachine(Machine[OfferState]):
         return self._expected is not None
 
     @property
+    def is_read(self) -> bool:
+        """Whether somebody may be reading: who has accepted reads once it is ready."""
+        return self.has_reader and self._is_ready
+
+    @property
     def done(self) -> frozenset[Rank]:
         """The readers that are done."""
         return frozenset(self._done)

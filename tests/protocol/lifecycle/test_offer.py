@@ -513,6 +513,35 @@ def test_has_reader_says_whether_the_ticket_was_accepted() -> None:
     assert machine.has_reader
 
 
+def test_it_is_read_once_somebody_has_accepted_and_it_is_ready() -> None:
+    """In either order."""
+    for events in itertools.permutations((renewal(FIRST), BlocksComputed())):
+        machine = offer(is_ready=False)
+        machine.step(events[0], 1.0)
+        assert not machine.is_read
+        machine.step(events[1], 1.0)
+        assert machine.is_read
+
+
+# Deadlines (case o5).
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+@pytest.mark.parametrize("state", S, ids=lambda s: s.value)
+def test_o5_every_state_that_is_not_over_has_a_deadline_that_ends_it(
+    *, state: OfferState, is_ready: bool
+) -> None:
+    """Nothing comes in any more: time alone gives the blocks back."""
+    for given in ((), ACCEPTED, HALF_READ if is_ready else ()):
+        machine = in_state(state)
+        if state is S.OPEN:
+            machine = offer(*given, is_ready=is_ready)
+        assert (machine.deadline is None) == (state is not S.OPEN)
+        if machine.deadline is not None:
+            assert machine.step(OfferTicked(), machine.deadline) == [EndOffer()]
+            assert machine.state is S.EXPIRED
+
+
 # Leases (cases n1, n2, o2).
 
 
