@@ -37,6 +37,7 @@ from kvferry.protocol.lifecycle.offer import (
     OfferState,
     OfferTicked,
     ReadEnded,
+    ReaderLost,
     RefuseReader,
     RenewArrived,
     ReportRenewed,
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.link import Link
     from kvferry.engine.pump import Pump
+    from kvferry.protocol.errors import FerryError
+    from kvferry.protocol.handshake import Card
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.layout import CacheLayout, GroupLayout
     from kvferry.protocol.lifecycle.machine import Effect, Event
@@ -77,6 +80,12 @@ class OfferOutcome(enum.Enum):
 
     RELEASED = "released"
     """Every reader has read it, or has declined."""
+    LOST = "lost"
+    """A reader went away before it was done; others, if any, have read or declined.
+
+    Reads of it may still be in flight. They harm no one: that reader can never be
+    told that it succeeded, and what it reads now it cannot trust.
+    """
     EXPIRED = "expired"
     """Nobody renewed its lease."""
     WITHDRAWN = "withdrawn"
@@ -89,11 +98,13 @@ class _Held:
 
     Attributes:
         claims: On the pump's cadence, while blocks are held.
+        read_on: By reader the link on which it accepted the ticket, or renewed.
     """
 
     ticket: Ticket
     machine: OfferMachine
     claims: ExitStack = field(default_factory=ExitStack)
+    read_on: dict[EngineKey, Link] = field(default_factory=dict)
     ended: trio.Event = field(default_factory=trio.Event)
 
 
@@ -172,6 +183,7 @@ class Offers:
         self._ended: OrderedDict[str, _Held] = OrderedDict()  # by offer id
         self._deadlines: list[tuple[float, int, _Held]] = []
         self._order = itertools.count()  # ties in the heap
+        self._read_on: dict[Link, set[_Held]] = {}  # as in `_Held`, the other way
         self._changed = trio.Event()
         self.strays = 0
         """Messages about offers that nobody knows."""
@@ -228,7 +240,18 @@ class Offers:
         self._log.info("offer_opened", request=request_id, tokens=num_tokens)
         return Offer(held, partial(self._step, held, WithdrawRequested()))
 
-    def handle(self, link: Link, message: LinkMessage) -> None:
+    def on_open(self, link: Link, card: Card) -> None:
+        """A reader has connected; it is met when it accepts a ticket."""
+
+    def on_end(self, link: Link, cause: FerryError) -> None:  # noqa: ARG002 - logged
+        """Free what a reader held that is gone (its pulls end with its link)."""
+        for held in self._read_on.pop(link, ()):
+            # Not if it has come back over another link since.
+            if held.read_on.get(link.peer) is link:
+                del held.read_on[link.peer]
+                self._step(held, ReaderLost(link.peer))
+
+    def on_message(self, link: Link, message: LinkMessage) -> None:
         """Answer one message from a reader.
 
         Raises:
@@ -276,6 +299,9 @@ class Offers:
             if isinstance(effect, EndOffer):
                 self._end(held)
             elif link is not None:
+                if isinstance(effect, ReportRenewed):
+                    held.read_on[link.peer] = link
+                    self._read_on.setdefault(link, set()).add(held)
                 self._answer(link, self._message(held, effect, attempt))
         if held.machine.has_reader and not had_reader and not held.ended.is_set():
             # Somebody reads now: over tcp their bytes move only when we look.
@@ -308,6 +334,9 @@ class Offers:
         self._ended[_offer_id(held)] = held
         if len(self._ended) > ENDED_OFFERS:
             self._ended.popitem(last=False)
+        for link in held.read_on.values():
+            self._read_on.get(link, set()).discard(held)
+        held.read_on.clear()
         held.claims.close()
         held.ended.set()
         self._log.info(

@@ -77,11 +77,12 @@ if TYPE_CHECKING:
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.fabric.base import Fabric
     from kvferry.engine.finish import FinishStage
-    from kvferry.engine.peers import Answer, Peer, Peers, Sources
+    from kvferry.engine.peers import Answer, Peer, Peers
     from kvferry.engine.pump import Pump
     from kvferry.engine.quarantine import Quarantine
     from kvferry.engine.rearrange import Rearranger
     from kvferry.engine.selection import Selection
+    from kvferry.engine.sources import Sources
     from kvferry.engine.staging import Berth, Staging
     from kvferry.engine.waves import Wave
     from kvferry.protocol.identity import EngineKey
@@ -485,17 +486,23 @@ class _Pull:
         ).select({})
 
     def _decline(self) -> None:
-        """Free the producer at once; if that fails, its lease does."""
+        """Free the producer at once; if that fails, its lease does.
+
+        At once, not behind the drain, which may never end: what the reads still
+        bring is trusted by nobody, and the producer may as well reuse its blocks.
+
+        A peer that was connected and is not any more has noticed the same; it is
+        not dialled for this word.
+        """
+        tell = partial(self._tell_producer, may_dial=self._sources is None)
         self._services.nursery.start_soon(
-            partial(
-                guarded, self._tell_producer, on_failure=self._not_told, log=self._log
-            )
+            partial(guarded, tell, on_failure=self._not_told, log=self._log)
         )
 
-    async def _tell_producer(self) -> None:
+    async def _tell_producer(self, *, may_dial: bool) -> None:
         cause = self._machine.cause
         detail = "not needed" if cause is None else type(cause).__name__
-        await self._services.peers.decline(self._ticket, detail)
+        await self._services.peers.decline(self._ticket, detail, may_dial=may_dial)
 
     def _not_told(self, error: FerryError) -> None:
         self._log.warning("decline_lost", error=str(error))

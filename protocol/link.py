@@ -21,6 +21,8 @@ __all__ = (
     "Decline",
     "Goodbye",
     "LinkMessage",
+    "Ping",
+    "Pong",
     "ReadFinished",
     "Refused",
     "RefusedReason",
@@ -121,7 +123,25 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye", forbid_unknown_fields=
     detail: Detail = ""
 
 
-LinkMessage = Renew | Renewed | ReadFinished | Confirmed | Refused | Decline | Goodbye
+class Ping(msgspec.Struct, frozen=True, tag="ping", forbid_unknown_fields=True):
+    """Either side: I have heard nothing for a while; are you there?"""
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong", forbid_unknown_fields=True):
+    """Either side: I am here."""
+
+
+LinkMessage = (
+    Renew
+    | Renewed
+    | ReadFinished
+    | Confirmed
+    | Refused
+    | Decline
+    | Goodbye
+    | Ping
+    | Pong
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)

@@ -39,8 +39,8 @@ LAYERS = (
     # motion
     "engine.pump engine.waves engine.finish engine.staging engine.rearrange",
     # others
-    "engine.link engine.handshake",
-    "engine.peers engine.listener",
+    "engine.link engine.handshake engine.dials",
+    "engine.peers engine.sources engine.listener",
     # services
     "engine.offer engine.pull engine.push",
     # face
