@@ -94,6 +94,8 @@ MESSAGES: tuple[link.LinkMessage, ...] = (
     link.Refused("r", 3, link.RefusedReason.WITHDRAWN),
     link.Decline("r", "o", (Rank(),), "why"),
     link.Goodbye("closing"),
+    link.Ping(),
+    link.Pong(),
 )
 WIRES = (
     Wire("hello", handshake.decode_hello, Hello(1, KEY, "decode-0", bytes(32))),

@@ -15,6 +15,8 @@ from kvferry.protocol.link import (
     Decline,
     Goodbye,
     LinkMessage,
+    Ping,
+    Pong,
     ReadFinished,
     Refused,
     RefusedReason,
@@ -44,6 +46,7 @@ messages = st.one_of(
     st.builds(Refused, ids, attempts, st.sampled_from(RefusedReason)),
     st.builds(Decline, ids, ids, readers, st.text("aé🚢", max_size=1024)),
     st.builds(Goodbye, st.text("aé🚢", max_size=1024)),
+    st.sampled_from([Ping(), Pong()]),
 )
 
 
@@ -110,6 +113,14 @@ def test_an_unknown_message_is_refused() -> None:
     """A tag of a later version is not skipped."""
     with pytest.raises(ProtocolViolation):
         decode_message(msgspec.msgpack.encode({"type": "register", "request_id": "r"}))
+
+
+@pytest.mark.parametrize("kind", ["ping", "pong"])
+def test_a_ping_carries_nothing(kind: str) -> None:
+    """There is nothing in it that could grow."""
+    assert decode_message(msgspec.msgpack.encode({"type": kind})) in {Ping(), Pong()}
+    with pytest.raises(ProtocolViolation):
+        decode_message(msgspec.msgpack.encode({"type": kind, "payload": b"x"}))
 
 
 def test_a_detail_may_be_left_out() -> None:

@@ -101,7 +101,11 @@ async def serve(cache: KVCache) -> None:
             assert_type(error.request_id, str | None)
         else:
             assert_type(report, TransferReport)
-        assert_type(await offer.wait(), OfferOutcome)
+        outcome = await offer.wait()
+        assert_type(outcome, OfferOutcome)
+        if outcome is OfferOutcome.LOST:
+            engine.forget("decode-0")
+        engine.forget(engine.key)
         assert_type(engine.quarantine, Quarantine)
         assert_type(engine.quarantine.blocks("full"), frozenset[int])
         with trio.move_on_after(1):
