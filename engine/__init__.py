@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.engine.after import After
 from kvferry.engine.cache import (
     AttentionGroup,
     KVCache,
@@ -52,6 +53,7 @@ from kvferry.protocol.identity import Rank
 from kvferry.protocol.layout import Shard
 
 __all__ = (
+    "After",
     "AttentionGroup",
     "BadTicket",
     "CacheError",

@@ -106,17 +106,22 @@ class Dialogue:
             case SendReadFinished(source=source):
                 self._send(source, ReadFinished(*self._offer(source), self._attempt))
 
-    def decline(self, cause: FerryError | None) -> None:
-        """Free all of them at once, also those never reached; if that fails, their
-        leases do. Goes on in the engine's nursery."""
+    def decline(self, cause: FerryError | None, *, may_dial: bool) -> None:
+        """Free all of them; if that fails, their leases do. In the engine's nursery.
+
+        At once, not behind the drain, which may never end: what the reads still
+        bring is trusted by nobody, and the producer may as well reuse its blocks.
+
+        Args:
+            cause: Why; None if it is just not needed.
+            may_dial: Dial ranks that are not connected, rather than pass them over.
+        """
         detail = "not needed" if cause is None else type(cause).__name__
+        decline = partial(
+            self._services.peers.decline, self._ticket, detail, may_dial=may_dial
+        )
         self._services.nursery.start_soon(
-            partial(
-                guarded,
-                partial(self._services.peers.decline, self._ticket, detail),
-                on_failure=self._not_told,
-                log=self._log,
-            )
+            partial(guarded, decline, on_failure=self._not_told, log=self._log)
         )
 
     def _not_told(self, error: FerryError) -> None:

@@ -23,6 +23,7 @@ from kvferry.engine.agents import Agents
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.handshake import Credentials
 from kvferry.engine.landing import LandingRequest, Landings
+from kvferry.engine.link import GOODBYE_S
 from kvferry.engine.listener import Listener
 from kvferry.engine.offer import Offer, Offers, ticket_spans
 from kvferry.engine.peers import Peers
@@ -66,8 +67,10 @@ if TYPE_CHECKING:
 
 __all__ = ("TransferEngine", "open_engine")
 
-GOODBYE_S = 1.0
-"""How long a closing engine waits for its goodbyes to leave."""
+_KEPT: list[TransferEngine] = []
+"""Engines that were left while transfers of theirs had not settled. Their agents are
+never destroyed, which could end the peer's process (nixl-facts row 7), and neither is
+the memory that may still be written to: both stay for the life of the process."""
 
 
 class TransferEngine:
@@ -398,6 +401,24 @@ class TransferEngine:
             self._check_open()
             await self._peers.decline(ticket, "declined")
 
+    def forget(self, peer: EngineKey | str) -> None:
+        """Let go of a peer now, for instance because its process is known to be gone.
+
+        Links to and from it end, its back-off is over, pulls from it fail (and drain
+        as ever), and offers that it was reading end as LOST. What is prepared for
+        transfers that are still in flight stays until these have settled. The peer
+        may come back at any time: it is dialled when the next ticket names it.
+
+        Args:
+            peer: One start of one rank, or the engine id of a whole instance.
+        """
+
+        def is_meant(key: EngineKey) -> bool:
+            return key.engine_id == peer if isinstance(peer, str) else key == peer
+
+        self._peers.forget(is_meant)
+        self._listener.forget(is_meant)
+
     def statistics(self) -> dict[str, int]:
         """Live resources and counters by name, for metrics and leak checks."""
         return {
@@ -409,6 +430,8 @@ class TransferEngine:
             "landings": len(self._landings),
             "peers": len(self._peers),
             "links": len(self._listener),
+            "dials": len(self._peers.dials),
+            "peers_held_back": self._peers.dials.held_back,
             "quarantine": len(self.quarantine),
             "unsettled_transfers": self._pump.unsettled,
             "staging_berths_taken": self._staging.taken_berths,
@@ -532,13 +555,15 @@ class _Links:
         self._pushes = pushes
 
     def on_open(self, link: Link, card: Card) -> None:
+        self._offers.on_open(link, card)
         self._pushes.on_open(link, card)
 
     def on_message(self, link: Link, message: LinkMessage) -> None:
         if not self._pushes.on_message(link, message):
-            self._offers.handle(link, message)
+            self._offers.on_message(link, message)
 
     def on_end(self, link: Link, cause: FerryError) -> None:
+        self._offers.on_end(link, cause)
         self._pushes.on_end(link, cause)
 
 
@@ -572,7 +597,9 @@ async def open_engine(
     """Open an engine around a cache; a trio async context manager.
 
     Leaving it withdraws all offers, fails the pulls under way, drains their
-    transfers and says goodbye. Leave it before the process ends: an agent that
+    transfers and says goodbye. If transfers have not settled after the grace, it
+    says so, and keeps the agent and the cache's memory for as long as the process
+    lives: ``engine.quarantine`` still tells which blocks. Leave it before the process ends: an agent that
     is destroyed under a transfer can take down the peer's process (nixl-facts
     rows 7 and 23).
 
@@ -595,6 +622,7 @@ async def open_engine(
     log = (logger or _standard_logger()).bind(engine=str(key))
     streams = streams or TcpStreams()
     fabric = fabric or _nixl(key, cache, log)
+    engine: TransferEngine | None = None
     try:
         fabric.register(cache.layout.regions)
         with _ungrouped(nurseries=2):
@@ -619,6 +647,7 @@ async def open_engine(
                             # the shielded task, and for ever.
                             pump_nursery.start_soon(engine._run_pump, pump_scope)
                             services.nursery.start_soon(engine._offers.sweep)
+                            services.nursery.start_soon(engine._peers.sweep)
                             await engine._listen(streams, services.nursery)
                             log.info("engine_opened", address=engine.address)
                             try:
@@ -630,8 +659,23 @@ async def open_engine(
                 finally:
                     pump_scope.cancel()
     finally:
-        fabric.close()
+        _part_with(fabric, engine)
         log.info("engine_closed")
+
+
+def _part_with(fabric: Fabric, engine: TransferEngine | None) -> None:
+    """Destroy the agent, unless bytes may still be moving though the grace is over."""
+    if engine is None or not engine._pump.unsettled:
+        fabric.close()
+        return
+    _KEPT.append(engine)
+    engine._log.error(
+        "agent_kept",
+        agent=fabric.name,
+        unsettled_transfers=engine._pump.unsettled,
+        requests=[entry.request_id for entry in engine.quarantine],
+        peers=sorted({entry.peer for entry in engine.quarantine}),
+    )
 
 
 class _Services:

@@ -40,6 +40,7 @@ from kvferry.protocol.lifecycle.offer import (
     OfferState,
     OfferTicked,
     ReadEnded,
+    ReaderLost,
     RefuseReader,
     RenewArrived,
     ReportReady,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from kvferry.engine.link import Link
     from kvferry.engine.pump import Pump
     from kvferry.protocol.errors import FerryError
+    from kvferry.protocol.handshake import Card
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.layout import CacheLayout, GroupLayout
     from kvferry.protocol.lifecycle.machine import Effect, Event
@@ -84,6 +86,12 @@ class OfferOutcome(enum.Enum):
 
     RELEASED = "released"
     """Every reader has read it, or has declined."""
+    LOST = "lost"
+    """A reader went away before it was done; others, if any, have read or declined.
+
+    Reads of it may still be in flight. They harm no one: that reader can never be
+    told that it succeeded, and what it reads now it cannot trust.
+    """
     EXPIRED = "expired"
     """Nobody renewed its lease."""
     WITHDRAWN = "withdrawn"
@@ -98,7 +106,7 @@ class _Held:
         claims: On the pump's cadence, while blocks are held.
         awaits: Around the wait for the producer's event.
         cause: Why that failed.
-        readers: How to reach those that have accepted: link and attempt.
+        readers: Where those that have accepted, or renewed, did so: link and attempt.
     """
 
     ticket: Ticket
@@ -192,6 +200,7 @@ class Offers:
         self._ended: OrderedDict[str, _Held] = OrderedDict()  # by offer id
         self._deadlines: list[tuple[float, int, _Held]] = []
         self._order = itertools.count()  # ties in the heap
+        self._read_on: dict[Link, set[_Held]] = {}  # as in `_Held`, the other way
         self._changed = trio.Event()
         self.strays = 0
         """Messages about offers that nobody knows."""
@@ -262,7 +271,18 @@ class Offers:
         self._log.info("offer_opened", request=request_id, tokens=num_tokens)
         return Offer(held, partial(self._step, held, WithdrawRequested()))
 
-    def handle(self, link: Link, message: LinkMessage) -> None:
+    def on_open(self, link: Link, card: Card) -> None:
+        """A reader has connected; it is met when it accepts a ticket."""
+
+    def on_end(self, link: Link, cause: FerryError) -> None:  # noqa: ARG002 - logged
+        """Free what a reader held that is gone (its pulls end with its link)."""
+        for held in self._read_on.pop(link, ()):
+            # Not if it has come back over another link since.
+            if held.readers.get(link.peer, (None, 0))[0] is link:
+                del held.readers[link.peer]
+                self._step(held, ReaderLost(link.peer))
+
+    def on_message(self, link: Link, message: LinkMessage) -> None:
         """Answer one message from a reader.
 
         Raises:
@@ -305,7 +325,7 @@ class Offers:
         self, held: _Held, event: Event, *, link: Link | None = None, attempt: int = 0
     ) -> None:
         """Let an event into an offer and carry out what follows."""
-        had_reader = held.machine.has_reader
+        was_read = held.machine.is_read
         for effect in held.machine.step(event, trio.current_time()):
             if isinstance(effect, EndOffer):
                 self._end(held)
@@ -315,8 +335,9 @@ class Offers:
             elif link is not None:
                 if isinstance(effect, ReportRenewed):
                     held.readers[effect.reader] = link, attempt
+                    self._read_on.setdefault(link, set()).add(held)
                 self._answer(link, self._message(held, effect, attempt))
-        if held.machine.has_reader and not had_reader and not held.ended.is_set():
+        if held.machine.is_read and not was_read and not held.ended.is_set():
             # Somebody reads now: over tcp their bytes move only when we look.
             held.claims.enter_context(self._pump.claim(Cadence.BUSY))
 
@@ -364,6 +385,8 @@ class Offers:
         self._ended[_offer_id(held)] = held
         if len(self._ended) > ENDED_OFFERS:
             self._ended.popitem(last=False)
+        for link, _ in held.readers.values():
+            self._read_on.get(link, set()).discard(held)
         held.claims.close()
         held.awaits.cancel()
         held.readers.clear()

@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from kvferry.engine.after import After
-    from kvferry.engine.peers import Sources
     from kvferry.engine.selection import Selection
     from kvferry.engine.services import Services
+    from kvferry.engine.sources import Sources
     from kvferry.engine.waves import Wave
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.lifecycle.machine import Effect
@@ -343,7 +343,9 @@ class _Pull:
         ).select({})
 
     def _decline(self) -> None:
-        self._dialogue.decline(self._machine.cause)
+        # A peer that was connected and is not any more has noticed the same: it is
+        # not dialled for this word.
+        self._dialogue.decline(self._machine.cause, may_dial=self._sources is None)
 
     def _quarantine(self) -> None:
         self._entry = QuarantineEntry(

@@ -31,6 +31,8 @@ __all__ = (
     "Landed",
     "LinkMessage",
     "OfferReady",
+    "Ping",
+    "Pong",
     "ReadFinished",
     "Refused",
     "RefusedReason",
@@ -265,6 +267,14 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye", forbid_unknown_fields=
     detail: Detail = ""
 
 
+class Ping(msgspec.Struct, frozen=True, tag="ping", forbid_unknown_fields=True):
+    """Either side: I have heard nothing for a while; are you there?"""
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong", forbid_unknown_fields=True):
+    """Either side: I am here."""
+
+
 LinkMessage = (
     Renew
     | Renewed
@@ -283,6 +293,8 @@ LinkMessage = (
     | Revoke
     | Revoked
     | Goodbye
+    | Ping
+    | Pong
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -40,8 +40,8 @@ LAYERS = (
     "engine.pump engine.waves engine.finish engine.staging engine.rearrange",
     "engine.agents engine.flight engine.drive engine.after",
     # others
-    "engine.link engine.handshake",
-    "engine.peers engine.listener engine.targets",
+    "engine.link engine.handshake engine.dials",
+    "engine.peers engine.sources engine.listener engine.targets",
     "engine.services",
     "engine.reading engine.dialogue engine.shares engine.delivery",
     # services

@@ -2,7 +2,7 @@
 
 ::
 
-    open -> released | expired | withdrawn
+    open -> released | lost | expired | withdrawn
 
 Owned here: a lease that has run out, even for an instant, ends the offer for
 good, so that an offer still open when its reader asks has been held all along
@@ -39,6 +39,7 @@ __all__ = (
     "OfferState",
     "OfferTicked",
     "ReadEnded",
+    "ReaderLost",
     "RefuseReader",
     "RenewArrived",
     "ReportReady",
@@ -53,6 +54,8 @@ class OfferState(enum.Enum):
     OPEN = "open"
     RELEASED = "released"
     """Every reader is done with it."""
+    LOST = "lost"
+    """As released, but a reader went away before it was done."""
     EXPIRED = "expired"
     """Nobody renewed its lease."""
     WITHDRAWN = "withdrawn"
@@ -92,6 +95,16 @@ class BlocksComputed(Event, frozen=True):
     """The producer's event has come: the blocks hold their bytes."""
 
 
+class ReaderLost(Event, frozen=True):
+    """The link on which a reader had accepted the ticket has ended.
+
+    A read ends with its link, so this one will never be confirmed: as far as the
+    blocks go it is as good as a decline.
+    """
+
+    reader: EngineKey
+
+
 class WithdrawRequested(Event, frozen=True):
     """The producer wants its blocks back."""
 
@@ -105,6 +118,7 @@ EVENTS: tuple[type[Event], ...] = (
     ReadEnded,
     OfferDeclined,
     BlocksComputed,
+    ReaderLost,
     WithdrawRequested,
     OfferTicked,
 )
@@ -164,6 +178,7 @@ class OfferMachine(Machine[OfferState]):
         self._generations: dict[Rank, str] = {}  # of the readers
         self._expected: frozenset[Rank] | None = None
         self._done: set[Rank] = set()
+        self._has_lost = False  # a reader, before it was done
 
     @property
     def deadline(self) -> float | None:
@@ -174,6 +189,11 @@ class OfferMachine(Machine[OfferState]):
     def has_reader(self) -> bool:
         """Whether somebody has accepted the ticket."""
         return self._expected is not None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody may be reading: who has accepted reads once it is ready."""
+        return self.has_reader and self._is_ready
 
     @property
     def done(self) -> frozenset[Rank]:
@@ -237,6 +257,20 @@ class OfferMachine(Machine[OfferState]):
         self._claim(event.reader, event.readers)
         return self._count(event.reader.rank, [])
 
+    def _lose(self, event: ReaderLost, now: float) -> _Decision:
+        if self._has_run_out(now):
+            return OfferState.EXPIRED, [EndOffer()]
+        rank = event.reader.rank
+        if self._is_strange(event.reader) or rank not in self._waited_for():
+            self.ignored += 1
+            return OfferState.OPEN, []
+        self._has_lost = True
+        return self._count(rank, [])
+
+    def _waited_for(self) -> set[Rank]:
+        """Readers that have been heard and are not done."""
+        return self._generations.keys() - self._done
+
     def _withdraw(self, _event: WithdrawRequested, now: float) -> _Decision:
         over = OfferState.EXPIRED if self._has_run_out(now) else OfferState.WITHDRAWN
         return over, [EndOffer()]
@@ -273,12 +307,14 @@ class OfferMachine(Machine[OfferState]):
     def _count(self, reader: Rank, effects: list[Effect]) -> _Decision:
         self._done.add(reader)
         if self._expected is not None and self._expected <= self._done:
-            return OfferState.RELEASED, [*effects, EndOffer()]
+            over = OfferState.LOST if self._has_lost else OfferState.RELEASED
+            return over, [*effects, EndOffer()]
         return OfferState.OPEN, effects
 
 
 _REASONS = {
     OfferState.RELEASED: RefusedReason.SPENT,
+    OfferState.LOST: RefusedReason.SPENT,
     OfferState.EXPIRED: RefusedReason.EXPIRED,
     OfferState.WITHDRAWN: RefusedReason.WITHDRAWN,
 }
@@ -291,9 +327,12 @@ OfferMachine.table = total_table(
     moves={
         _S.OPEN: {
             RenewArrived: Row(_M._renew, (_S.OPEN, _S.EXPIRED)),
-            ReadEnded: Row(_M._confirm, (_S.OPEN, _S.RELEASED, _S.EXPIRED)),
-            OfferDeclined: Row(_M._decline, (_S.OPEN, _S.RELEASED, _S.EXPIRED)),
             BlocksComputed: Row(_M._compute, (_S.OPEN, _S.EXPIRED)),
+            ReadEnded: Row(_M._confirm, (_S.OPEN, _S.RELEASED, _S.LOST, _S.EXPIRED)),
+            OfferDeclined: Row(
+                _M._decline, (_S.OPEN, _S.RELEASED, _S.LOST, _S.EXPIRED)
+            ),
+            ReaderLost: Row(_M._lose, (_S.OPEN, _S.LOST, _S.EXPIRED)),
             WithdrawRequested: Row(_M._withdraw, (_S.WITHDRAWN, _S.EXPIRED)),
             OfferTicked: Row(_M._tick, (_S.OPEN, _S.EXPIRED)),
         },
@@ -306,6 +345,7 @@ OfferMachine.table = total_table(
         },
     },
     ignored=dict.fromkeys(
-        _REASONS, (OfferDeclined, BlocksComputed, WithdrawRequested, OfferTicked)
+        _REASONS,
+        (OfferDeclined, ReaderLost, BlocksComputed, WithdrawRequested, OfferTicked),
     ),
 )

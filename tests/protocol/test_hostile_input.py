@@ -113,6 +113,8 @@ MESSAGES: tuple[link.LinkMessage, ...] = (
     link.Revoke("r", 3),
     link.Revoked("r", 3),
     link.Goodbye("closing"),
+    link.Ping(),
+    link.Pong(),
 )
 WIRES = (
     Wire("hello", handshake.decode_hello, Hello(1, KEY, "decode-0", bytes(32))),

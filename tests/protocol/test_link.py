@@ -31,6 +31,8 @@ from kvferry.protocol.link import (
     Landed,
     LinkMessage,
     OfferReady,
+    Ping,
+    Pong,
     ReadFinished,
     Refused,
     RefusedReason,
@@ -107,6 +109,7 @@ messages = st.one_of(
     st.builds(Revoke, ids, attempts),
     st.builds(Revoked, ids, attempts),
     st.builds(Goodbye, details),
+    st.sampled_from([Ping(), Pong()]),
 )
 
 
@@ -243,6 +246,14 @@ def test_an_unknown_reason_is_refused(reason: object) -> None:
     plain = {"type": "aborted", "request_id": "r", "attempt": 0, "reason": reason}
     with pytest.raises(ProtocolViolation):
         decode_message(msgspec.msgpack.encode(plain))
+
+
+@pytest.mark.parametrize("kind", ["ping", "pong"])
+def test_a_ping_carries_nothing(kind: str) -> None:
+    """There is nothing in it that could grow."""
+    assert decode_message(msgspec.msgpack.encode({"type": kind})) in {Ping(), Pong()}
+    with pytest.raises(ProtocolViolation):
+        decode_message(msgspec.msgpack.encode({"type": kind, "payload": b"x"}))
 
 
 def test_a_detail_may_be_left_out() -> None:

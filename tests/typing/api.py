@@ -8,6 +8,7 @@ import torch
 import trio
 
 from kvferry.engine import (
+    After,
     AttentionGroup,
     EngineConfig,
     FerryError,
@@ -81,8 +82,10 @@ async def serve(cache: KVCache) -> None:
     async with open_engine(config, cache) as engine:
         assert_type(engine, TransferEngine)
         blocks = {"full": [3, 7, 9], "mamba": [2]}
-        offer = engine.offer("req-1", blocks, num_tokens=37)
+        after: After = trio.lowlevel.checkpoint
+        offer = engine.offer("req-1", blocks, num_tokens=37, after=after)
         assert_type(offer, Offer)
+        assert_type(offer.cause, FerryError | None)
         ticket = Ticket.merge([Ticket.from_dict(offer.ticket.to_dict())])
         try:
             report = await engine.pull(
@@ -90,6 +93,7 @@ async def serve(cache: KVCache) -> None:
                 {"full": Span([5, None, 6], first_token=16), "mamba": [0]},
                 computed_tokens=16,
                 deadline_s=3.0,
+                after=torch.cuda.Event(),  # type: ignore[no-untyped-call]
             )
         except PeerError as error:
             assert_type(error.untrusted, dict[str, Ranges])
@@ -97,8 +101,13 @@ async def serve(cache: KVCache) -> None:
             assert_type(error.request_id, str | None)
         else:
             assert_type(report, TransferReport)
-        assert_type(await offer.wait(), OfferOutcome)
+        outcome = await offer.wait()
+        assert_type(outcome, OfferOutcome)
+        if outcome is OfferOutcome.LOST:
+            engine.forget("decode-0")
+        engine.forget(engine.key)
         assert_type(engine.quarantine, Quarantine)
         assert_type(engine.quarantine.blocks("full"), frozenset[int])
         with trio.move_on_after(1):
+            await engine.quarantine.wait_free("full", [3, 7])
             await engine.quarantine.wait_empty()

@@ -780,6 +780,14 @@ def test_extensions_come_one_interval_after_the_last() -> None:
     assert machine.step(LandingTicked(), 46.9) == []
 
 
+def test_a_finish_stage_that_takes_long_wakes_up_to_extend() -> None:
+    """Else the sources' leases would run out before they hear that it has landed."""
+    machine = landing(*TO_FINISHING)
+    assert machine.deadline == EXTEND_EVERY_S
+    assert machine.step(LandingTicked(), EXTEND_EVERY_S) == [SendExtend(BOTH)]
+    assert machine.deadline == GRACE_S
+
+
 # The ledger: what the outside world knows of a landing, kept apart from the machine.
 
 

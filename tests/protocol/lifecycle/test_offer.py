@@ -24,6 +24,7 @@ from kvferry.protocol.lifecycle.offer import (
     OfferState,
     OfferTicked,
     ReadEnded,
+    ReaderLost,
     RefuseReader,
     RenewArrived,
     ReportReady,
@@ -57,24 +58,27 @@ def declined(reader: EngineKey, readers: tuple[Rank, ...] = ()) -> OfferDeclined
 
 
 # What every pair is. "move" has a row, "late" is ignored and counted; no pair is a
-# misuse, since all but three events come from peers and those three race with them.
+# misuse, since most events come from peers, and the others race with them.
 TABLE = """
-           renew read  decline computed withdraw tick
-open       move  move  move    move     move     move
-released   move  move  late    late     late     late
-expired    move  move  late    late     late     late
-withdrawn  move  move  late    late     late     late
+           renew read  decline lost computed withdraw tick
+open       move  move  move    move move     move     move
+released   move  move  late    late late     late     late
+lost       move  move  late    late late     late     late
+expired    move  move  late    late late     late     late
+withdrawn  move  move  late    late late     late     late
 """
 SAMPLES: dict[str, Event] = {
     "renew": renewal(FIRST),
     "read": ReadEnded(FIRST),
     "decline": declined(FIRST),
     "computed": BlocksComputed(),
+    "lost": ReaderLost(FIRST),
     "withdraw": WithdrawRequested(),
     "tick": OfferTicked(),
 }
 REASONS = {
     S.RELEASED: RefusedReason.SPENT,
+    S.LOST: RefusedReason.SPENT,
     S.EXPIRED: RefusedReason.EXPIRED,
     S.WITHDRAWN: RefusedReason.WITHDRAWN,
 }
@@ -101,6 +105,7 @@ HALF_READ = (*ACCEPTED, ReadEnded(FIRST))
 PATHS: dict[OfferState, tuple[Event, ...]] = {
     S.OPEN: (),
     S.RELEASED: (*HALF_READ, ReadEnded(SECOND)),
+    S.LOST: (renewal(FIRST, (RANKS[0],)), ReaderLost(FIRST)),
     S.WITHDRAWN: (WithdrawRequested(),),
 }
 
@@ -262,6 +267,43 @@ EXAMPLES = [
         "a decline that comes too late",
         ACCEPTED,
         declined(FIRST),
+        S.EXPIRED,
+        [EndOffer()],
+        LEASE_S,
+    ),
+    Example(
+        "e6: the only reader goes away",
+        (renewal(FIRST, (RANKS[0],)),),
+        ReaderLost(FIRST),
+        S.LOST,
+        [EndOffer()],
+    ),
+    Example("one of two readers goes away", ACCEPTED, ReaderLost(FIRST), S.OPEN, []),
+    Example(
+        "one has read, the other goes away",
+        (*HALF_READ, renewal(SECOND)),
+        ReaderLost(SECOND),
+        S.LOST,
+        [EndOffer()],
+    ),
+    Example(
+        "one went away, the other has read",
+        (*ACCEPTED, ReaderLost(FIRST)),
+        ReadEnded(SECOND),
+        S.LOST,
+        [ConfirmRead(SECOND, 1), EndOffer()],
+    ),
+    Example(
+        "one went away, the other declines",
+        (*ACCEPTED, ReaderLost(FIRST)),
+        declined(SECOND),
+        S.LOST,
+        [EndOffer()],
+    ),
+    Example(
+        "a reader goes away when the lease is over",
+        ACCEPTED,
+        ReaderLost(FIRST),
         S.EXPIRED,
         [EndOffer()],
         LEASE_S,
@@ -439,6 +481,42 @@ def test_a_decline_of_a_reader_that_is_done_is_ignored() -> None:
     assert facts(machine) == before
 
 
+@pytest.mark.parametrize(
+    ("given", "reader"),
+    [((), FIRST), (ACCEPTED, SECOND), *((ACCEPTED, s) for s in STRANGERS)],
+    ids=str,
+)
+def test_who_never_accepted_cannot_be_lost(
+    given: tuple[Event, ...], reader: EngineKey
+) -> None:
+    """Not before anybody has, not for a sibling, and not in a stranger's name."""
+    machine = offer(*given)
+    before = facts(machine)
+    assert machine.step(ReaderLost(reader), 1.0) == []
+    assert machine.ignored == 1
+    assert facts(machine) == before
+
+
+def test_a_confirmed_reader_that_goes_away_changes_nothing() -> None:
+    """It has what it came for: the offer is released, not lost."""
+    machine = offer(*HALF_READ)
+    before = facts(machine)
+    assert machine.step(ReaderLost(FIRST), 1.0) == []
+    assert machine.ignored == 1
+    assert facts(machine) == before
+    machine.step(ReadEnded(SECOND), 1.0)
+    assert machine.state is S.RELEASED
+
+
+def test_a_lost_reader_that_comes_back_is_refused() -> None:
+    """While another rank still reads; its part is over."""
+    machine = offer(*ACCEPTED, ReaderLost(FIRST))
+    no = [refused(FIRST, RefusedReason.SPENT)]
+    assert machine.step(renewal(FIRST), 1.0) == no
+    assert machine.step(ReadEnded(FIRST), 1.0) == no
+    assert machine.step(renewal(SECOND), 1.0) == [ReportRenewed(SECOND)]
+
+
 def test_a_reader_that_never_renewed_can_be_confirmed_under_the_first_lease() -> None:
     """A read that fits into the first lease needs no renewal."""
     machine = offer()
@@ -513,6 +591,35 @@ def test_has_reader_says_whether_the_ticket_was_accepted() -> None:
     assert machine.has_reader
 
 
+def test_it_is_read_once_somebody_has_accepted_and_it_is_ready() -> None:
+    """In either order."""
+    for events in itertools.permutations((renewal(FIRST), BlocksComputed())):
+        machine = offer(is_ready=False)
+        machine.step(events[0], 1.0)
+        assert not machine.is_read
+        machine.step(events[1], 1.0)
+        assert machine.is_read
+
+
+# Deadlines (case o5).
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+@pytest.mark.parametrize("state", S, ids=lambda s: s.value)
+def test_o5_every_state_that_is_not_over_has_a_deadline_that_ends_it(
+    *, state: OfferState, is_ready: bool
+) -> None:
+    """Nothing comes in any more: time alone gives the blocks back."""
+    for given in ((), ACCEPTED, HALF_READ if is_ready else ()):
+        machine = in_state(state)
+        if state is S.OPEN:
+            machine = offer(*given, is_ready=is_ready)
+        assert (machine.deadline is None) == (state is not S.OPEN)
+        if machine.deadline is not None:
+            assert machine.step(OfferTicked(), machine.deadline) == [EndOffer()]
+            assert machine.state is S.EXPIRED
+
+
 # Leases (cases n1, n2, o2).
 
 
@@ -579,6 +686,7 @@ class Ledger:
         self.generations: dict[Rank, str] = {}
         self.expected: set[Rank] = set()
         self.done: set[Rank] = set()
+        self.lost: set[Rank] = set()
         self.ends = 0
 
     def see(self, event: Event, now: float, effects: list[Effect]) -> None:
@@ -601,6 +709,11 @@ class Ledger:
         is_due = was_held and is_known and reader.rank not in self.done
         if isinstance(event, ReadEnded):
             is_due = is_due and self.is_ready
+        if isinstance(event, ReaderLost):
+            if is_due and reader.rank in self.generations:
+                self.done.add(reader.rank)
+                self.lost.add(reader.rank)
+            return
         good = {RenewArrived: ReportRenewed, ReadEnded: ConfirmRead}.get(type(event))
         if good is not None:
             answer = good if is_due else RefuseReader
@@ -633,8 +746,9 @@ class Ledger:
         if machine.state is S.OPEN:
             assert machine.deadline == self.held_until > now
             assert not self.done or not self.expected <= self.done
-        if machine.state is S.RELEASED:
+        if machine.state in {S.RELEASED, S.LOST}:
             assert self.done >= self.expected
+            assert (machine.state is S.LOST) == bool(self.lost)
 
 
 def drive(machine: OfferMachine, ledger: Ledger, event: Event, now: float) -> None:
@@ -648,7 +762,7 @@ def drive(machine: OfferMachine, ledger: Ledger, event: Event, now: float) -> No
 def test_every_short_sequence_of_events_agrees_with_the_ledger() -> None:
     """An exhaustive walk: exactly one end, at most one confirmation a reader."""
     readers = (FIRST, SECOND, REBORN)
-    questions = (renewal, ReadEnded, declined)
+    questions = (renewal, ReadEnded, declined, ReaderLost)
     events = [question(reader) for question in questions for reader in readers]
     events += [WithdrawRequested(), BlocksComputed(), OfferTicked()]
     steps = [(event, passed) for event in events for passed in (0.0, LEASE_S)]
@@ -691,6 +805,10 @@ class OfferModel(RuleBasedStateMachine):
     @rule()
     def the_blocks_are_computed(self) -> None:
         self.let_in(BlocksComputed())
+
+    @rule(reader=keys)
+    def a_reader_goes_away(self, reader: EngineKey) -> None:
+        self.let_in(ReaderLost(reader))
 
     @rule(is_likely=st.integers(0, 9))
     def the_producer_withdraws(self, is_likely: int) -> None:
