@@ -623,7 +623,7 @@ async def test_what_is_neither_is_refused_before_anything_begins(
             await decode.pull(offer.ticket, {GROUP: OURS}, after=after)
         with pytest.raises(MisuseError, match=f"not a {name}"):
             await wait_for(after)
-        assert decode._peers.handshakes == 0
+        assert decode._peers.dials.handshakes == 0
         offer.withdraw()
 
 

@@ -233,6 +233,9 @@ NOT_BY_A_PULL = {
     "ConfigError": "a configuration",
     "CacheError": "a cache",
     "BadTicket": "a ticket, before there is a pull of it",
+    "PushAborted": "a landing",
+    "PushRevoked": "a push",
+    "IncompletePush": "a push",
 }
 FAMILIES = {"FerryError", "PeerError", "TransferError", OfferRefused.__name__}
 """Only their members are raised."""

@@ -86,7 +86,8 @@ async def test_no_more_links_than_allowed(autojump_clock) -> None:
             await connected(world, prefill)
         await links[0].aclose()
         await trio.testing.wait_all_tasks_blocked()
-        await connected(world, prefill)
+        another = EngineKey("c", "another", Rank())
+        await connected(world, prefill, key=another)
         assert prefill.statistics()["links"] == 3
 
 

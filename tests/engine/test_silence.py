@@ -272,23 +272,24 @@ async def lose_quietly(engine, ticket) -> None:
         return
 
 
-async def test_a_link_of_before_frees_nothing_of_now(autojump_clock) -> None:
-    """A reader that renews over a new link keeps its offer when the old one ends."""
+async def test_a_second_link_of_a_reader_ends_the_first(autojump_clock) -> None:
+    """And with it what was read over it; what comes over the second is heard."""
     world, producer = World(), Pool()
     async with world.engine("p", producer, **FOREVER) as prefill:
-        offer = offered(prefill, producer)
-        renew = Renew("r", offer.ticket.ranks[0].offer_id, 1, (READER.rank,))
-        old, new = [await connected(world, prefill) for _ in range(2)]
-        for framed in (old, new):
-            await framed.send(encode_message(renew))
-            await framed.receive()
-        await old.aclose()
-        await trio.testing.wait_all_tasks_blocked()
+        offers = [offered(prefill, producer, name) for name in ("a", "b")]
+        links = []
+        for offer in offers:
+            links.append(await connected(world, prefill))
+            offer_id = offer.ticket.ranks[0].offer_id
+            name = offer.ticket.request_id
+            renew = Renew(name, offer_id, 1, (READER.rank,))
+            await links[-1].send(encode_message(renew))
+            await links[-1].receive()
         assert prefill.statistics()["links"] == 1
-        assert offer.outcome is None
-        await new.aclose()
+        assert [o.outcome for o in offers] == [OfferOutcome.LOST, None]
+        await links[-1].aclose()
         await trio.testing.wait_all_tasks_blocked()
-        assert offer.outcome is OfferOutcome.LOST
+        assert offers[1].outcome is OfferOutcome.LOST
         assert not prefill._offers._read_on
 
 
