@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 import trio
 
 from kvferry.engine.after import check_after, is_over, wait_for
@@ -382,6 +383,8 @@ class Offers:
     def _end(self, held: _Held) -> None:
         ticket, machine = held.ticket, held.machine
         del self._active[ticket.request_id]
+        # Remembered without its blocks: a ticket may name a million.
+        held.ticket = msgspec.structs.replace(ticket, spans={})
         self._ended[_offer_id(held)] = held
         if len(self._ended) > ENDED_OFFERS:
             self._ended.popitem(last=False)
