@@ -45,6 +45,7 @@ LAYERS = (
     "engine.offer engine.pull engine.push",
     # face
     "engine.engine",
+    "engine.testing",
     "engine.__init__",
 )
 RANK = {name: i for i, line in enumerate(LAYERS) for name in line.split()}
@@ -71,6 +72,7 @@ THIRD_PARTY = {
     "engine.cost": set(),
     "engine.images": {"numpy"},
     "engine.staging": {"trio", "torch", "numpy"},
+    "engine.testing": {"trio"},
     "engine.rearrange": {"trio", "torch"},
     "engine": {"trio", "structlog", "msgspec", "numpy"},
 }
