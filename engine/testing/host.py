@@ -22,6 +22,8 @@ __all__ = ("Host",)
 class Host:
     """One start of an engine, as a process would run it.
 
+    Its clock is everybody's: frozen, it says and hears nothing, but it thinks on.
+
     Attributes:
         name: Of its fabric; each start needs a name of its own.
         engine: The engine, once it is open.
@@ -62,6 +64,10 @@ class Host:
             ) as self.engine:
                 await body(self.engine)
 
+    def cancel(self) -> None:
+        """Cancel it from around the engine, as the end of its caller does: it drains."""
+        self._scope.cancel()
+
     def kill(self) -> None:
         """End it as SIGKILL does: not a byte leaves it any more."""
         self.is_killed = True
@@ -71,7 +77,7 @@ class Host:
         self._wire.kill()
 
     def freeze(self) -> None:
-        """Stop it as SIGSTOP does, as far as others can tell; its timers go on."""
+        """Stop it as SIGSTOP does, as far as others can tell."""
         if not self.is_killed:
             self._schedule.network.freeze(self.name)
             self._wire.freeze()

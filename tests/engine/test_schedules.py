@@ -15,7 +15,8 @@ import pytest
 from kvferry.engine import pull as pull_service
 from kvferry.engine.fabric import Progress
 from kvferry.engine.finish import FinishStage
-from kvferry.engine.peers import Peers
+from kvferry.engine.offer import Offers
+from kvferry.engine.peers import Peer, Peers
 from kvferry.engine.pull import _Pull
 from kvferry.engine.quarantine import Quarantine
 from kvferry.engine.testing import ScheduleFailed
@@ -206,6 +207,64 @@ def rows_never_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Peers, "leave", lambda *_: None)
 
 
+def rows_let_go_under_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is prepared for a peer goes with its link, whoever still uses it."""
+    original = Peers._discard_unused
+
+    def discard(self, sources):
+        users, sources.users = sources.users, 0
+        original(self, sources)
+        sources.users = users
+
+    monkeypatch.setattr(Peers, "_discard_unused", discard)
+
+
+def berth_given_back_undrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next pull lands in a staging buffer where late bytes of this one land."""
+    original = _Pull._leave
+
+    def leave(self):
+        original(self)
+        if self._berth is not None:
+            self._services.staging.give_back(self._berth)
+            self._berth = None
+
+    monkeypatch.setattr(_Pull, "_leave", leave)
+
+
+def answers_to_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer is taken for one to whichever pull is under way."""
+
+    def deliver(self, message):
+        for subscriber in tuple(self._subscribers.values()):
+            subscriber.on_answer(message)
+
+    monkeypatch.setattr(Peer, "deliver", deliver)
+
+
+def offers_known_by_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ticket of an earlier offer of the same request is good for the next one."""
+    monkeypatch.setattr(
+        Offers,
+        "_find",
+        lambda self, request_id, _offer_id: self._active.get(request_id),
+    )
+
+
+def bulk_done_when_landed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has landed in the staging buffer is never put in its place."""
+
+    async def rearrange(self, number):
+        self._settle(number)
+
+    monkeypatch.setattr(_Pull, "_rearrange", rearrange)
+
+
+def expiry_by_the_sweep_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that has run out is good until the sweep has come by."""
+    monkeypatch.setattr(OfferMachine, "_has_run_out", lambda *_: False)
+
+
 PLANTED = (
     blocks_given_back_undrained,
     lost_taken_for_settled,
@@ -219,6 +278,12 @@ PLANTED = (
     quarantine_left_too_early,
     tails_not_zeroed,
     rows_never_let_go,
+    rows_let_go_under_transfers,
+    berth_given_back_undrained,
+    answers_to_anybody,
+    offers_known_by_request_alone,
+    bulk_done_when_landed,
+    expiry_by_the_sweep_alone,
 )
 SEEDS_TO_FIND = 400
 
