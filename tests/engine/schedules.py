@@ -251,6 +251,7 @@ class Play:
         ]
         self._over = trio.Event()
         self._ended: set[str] = set()
+        self.errors: Counter[str] = Counter()  # what engines logged as such
         self._internal_errors: list[dict[str, Any]] = []
         self._logger = self._make_logger()
 
@@ -351,10 +352,14 @@ class Play:
         draw = self.schedule.draw
         await trio.sleep(0.01 * draw(60))
         producer, consumer = self.shape.flows[draw(len(self.shape.flows))]
-        starts = [await site.up() for site in self._sites_of(producer)]
         async with trio.open_nursery() as nursery:
-            request = self._offer(number + 1, starts, nursery)
-            if request is None:
+            for _ in range(8):
+                starts = [await site.up() for site in self._sites_of(producer)]
+                request = self._offer(number + 1, starts, nursery)
+                if request is not None:
+                    break
+                await trio.sleep(0.1)
+            else:
                 return
             if self.schedule.chance(0.2):  # the router takes its time
                 await trio.sleep(0.1 * draw(14))
@@ -402,6 +407,8 @@ class Play:
 
     async def _read_somewhere(self, site: Site, request: Request) -> None:
         for attempt in range(2 if self.schedule.chance(0.3) else 1):
+            if attempt:  # by then the request may be offered anew, under its old id
+                await trio.sleep(0.1 * self.schedule.draw(6))
             start = await site.up()
             await start.run(self._read, start, request, attempt)
 
@@ -515,6 +522,7 @@ class Play:
 
     def _make_logger(self) -> Any:
         def keep(_logger: object, _level: str, entry: dict[str, Any]) -> Any:
+            self.errors[entry["event"]] += 1
             if entry["event"] == "internal_error":
                 self._internal_errors.append(entry)
             raise structlog.DropEvent
@@ -534,12 +542,12 @@ def play(seed: int, *, rates: Rates | None = None) -> Play:
 
 
 def tally(plays: Sequence[Play]) -> Counter[str]:
-    """How often each outcome was seen, and each kind of fault."""
+    """How often each outcome was seen, each kind of fault, and each logged error."""
     seen: Counter[str] = Counter()
     for one in plays:
         seen.update(one.ledger.outcomes.values())
-        seen.update(
-            line.split(" ", 1)[1].split(":")[0].split(" ")[0]
-            for line in one.schedule.story
-        )
+        seen.update(one.errors)
+        for line in one.schedule.story:
+            _at, what, *_rest = line.replace(":", " ").split()
+            seen[what] += 1
     return seen
