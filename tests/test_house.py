@@ -48,6 +48,7 @@ LAYERS = (
     "engine.offer engine.pull engine.push engine.landing",
     # face
     "engine.engine",
+    "engine.testing",
     "engine.__init__",
 )
 RANK = {name: i for i, line in enumerate(LAYERS) for name in line.split()}
@@ -75,6 +76,7 @@ THIRD_PARTY = {
     "engine.cost": set(),
     "engine.images": {"numpy"},
     "engine.staging": {"trio", "torch", "numpy"},
+    "engine.testing": {"trio"},
     "engine.rearrange": {"trio", "torch"},
     "engine": {"trio", "structlog", "msgspec", "numpy"},
 }

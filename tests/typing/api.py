@@ -29,6 +29,7 @@ from kvferry.engine import (
     open_engine,
     tp_shard,
 )
+from kvferry.engine.testing import Hold, Host, Ledger, Rates, Schedule
 from kvferry.protocol import ModelIdentity, Ticket
 from kvferry.protocol.ranges import Ranges
 
@@ -111,3 +112,25 @@ async def serve(cache: KVCache) -> None:
         with trio.move_on_after(1):
             await engine.quarantine.wait_free("full", [3, 7])
             await engine.quarantine.wait_empty()
+
+
+def under_faults(seed: int, config: EngineConfig, cache: KVCache) -> list[str]:
+    """A stack of one's own under a schedule that its seed brings back."""
+    schedule = Schedule(seed, rates=Rates(acts=0.02))
+    ledger = Ledger(schedule.network)
+
+    async def serve(engine: TransferEngine) -> None:
+        account = ledger.open("mine-1", "full", [[(0, 1)]], engine.quarantine)
+        account.take("r", Hold.OFFERED, account.free)
+        schedule.calm()
+        account.give_back("r", [0])
+        ledger.settle("r", "released")
+
+    async def scenario() -> None:
+        host = Host(schedule, "mine-1")
+        with schedule.may("kill", host.kill), schedule.may("cut", host.cut):
+            await host.run(config, cache, serve)
+        ledger.check(is_over=True)
+
+    schedule.play(scenario)
+    return assert_type(schedule.story, list[str])
