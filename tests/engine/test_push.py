@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trio
 
-from tests.kit import GROUP, LOOKS, Pool, World
+from tests.kit import GROUP, Pool, World
 
 BLOCKS = [3, 7, 9]
 INTO = [5, 6, 1]
@@ -21,7 +21,9 @@ async def expect(nursery: trio.Nursery, found: list[Any], call: Any) -> None:
 
 
 @pytest.mark.parametrize("first", ["push", "expect"])
-async def test_a_push_lands_whoever_comes_first(first: str, autojump_clock: Any) -> None:
+async def test_a_push_lands_whoever_comes_first(
+    first: str, autojump_clock: Any
+) -> None:
     world, source, target = World(), Pool(), Pool()
     async with world.pair(source, target) as (prefill, decode):
         blocks = source.stamp(BLOCKS, num_tokens=10)
