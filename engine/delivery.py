@@ -198,6 +198,8 @@ class Delivery:
 
     def add(self, steps: Iterable[Step]) -> None:
         """Write what these steps let go; blocks that it does not fit abort it."""
+        if self._driver.is_over:
+            return  # what was prepared may have been given back
         try:
             writes = [write for step in steps for write in self._plan(step)]
         except FerryError as error:

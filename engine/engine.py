@@ -278,11 +278,12 @@ class TransferEngine:
             TransferError: The producer gave up, or the deadline passed.
             EngineClosed: The engine is closing.
         """
+        ticket = source if isinstance(source, Ticket) else None
         contact = source.contact if isinstance(source, Ticket) else source
         if request_id is None:
-            if not isinstance(source, Ticket):
+            if ticket is None:
                 raise MisuseError("with a contact, say which request_id is expected")
-            request_id = source.request_id
+            request_id = ticket.request_id
         self._check_open(request_id)
         spans = self._destination(blocks, computed_tokens, request_id)
         return await self._landings.run(
@@ -292,6 +293,7 @@ class TransferEngine:
                 spans,
                 computed_tokens,
                 self._deadline(deadline_s, request_id),
+                None if ticket is None else ticket.num_tokens,
                 after,
             )
         )
