@@ -295,17 +295,23 @@ class TransferEngine:
             TransferError: The producer gave up, or the deadline passed.
             EngineClosed: The engine is closing.
         """
+        ticket = source if isinstance(source, Ticket) else None
         contact = source.contact if isinstance(source, Ticket) else source
         if request_id is None:
-            if not isinstance(source, Ticket):
+            if ticket is None:
                 raise MisuseError("with a contact, say which request_id is expected")
-            request_id = source.request_id
+            request_id = ticket.request_id
         with _naming(request_id, contact.engine_id):
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
-            deadline_at = self._deadline_at(deadline_s)
             return await self._landings.run(
                 LandingRequest(
-                    request_id, contact, spans, computed_tokens, deadline_at, after
+                    request_id,
+                    contact,
+                    spans,
+                    computed_tokens,
+                    self._deadline_at(deadline_s),
+                    None if ticket is None else ticket.num_tokens,
+                    after,
                 )
             )
 

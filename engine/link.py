@@ -111,6 +111,7 @@ class Link:
         self._heard_at = trio.current_time()
         self._outwards, self._queue = trio.open_memory_channel[bytes](QUEUE_FRAMES)
         self._flushed = trio.Event()
+        self._ended = trio.Event()
         self._scope = trio.CancelScope()
         self._cause: FerryError | None = None
 
@@ -150,9 +151,10 @@ class Link:
         self._scope.cancel()
 
     async def close(self, detail: str, *, within_s: float) -> None:
-        """Say goodbye, send what is queued, and end the link.
+        """Say goodbye, send what is queued, and end the link once the peer has read it.
 
-        Waits no longer than the link lives, whatever ends it.
+        The peer hangs up then. A stream that is closed while the peer still writes
+        would take away what it has not read: that its blocks are safe, for one.
         """
         if self._cause is None:
             with trio.move_on_after(within_s):
@@ -161,6 +163,7 @@ class Link:
                     await self._outwards.send(encode_message(Goodbye(detail)))
                     self._outwards.close()
                 await self._flushed.wait()
+                await self._ended.wait()
         self.end(PeerLost("this side closed the link", peer=str(self.peer)))
 
     async def run(self, deliver: Callable[[LinkMessage], None]) -> FerryError:
@@ -184,6 +187,7 @@ class Link:
             self._cause = self._cause or PeerLost("cancelled", peer=str(self.peer))
             self._flushed.set()  # or as good as that: nothing leaves any more
             self._queue.close()
+            self._ended.set()
             with trio.CancelScope(shield=True):  # closing forcefully does not wait
                 await self._framed.aclose()
         return self._cause

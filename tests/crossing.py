@@ -1,16 +1,23 @@
 """A `planning.Case` through real engines: every rank opened, offered, merged, pulled.
 
+Or pushed, at once or in steps, into blocks that were registered before or after.
+
 The stamp oracle of `tests.oracle` looks at the result; which fabric the bytes
 crossed is its caller's choice.
 """
 
 from __future__ import annotations
 
+import random
 from contextlib import AsyncExitStack
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from kvferry.engine import EngineConfig, Rank, open_engine
+import trio
+
+from kvferry.engine import EngineConfig, FerryError, Rank, open_engine
 from kvferry.protocol import ModelIdentity, Ticket
+from kvferry.protocol.ticket import Contact
 from tests.oracle import expect, fill_producer
 
 if TYPE_CHECKING:
@@ -81,19 +88,12 @@ async def offered(
     streams: Streams | None,
 ) -> Ticket:
     """The producer's half: engines that stay open as long as the stack."""
-    pools = case.producer_pools()
-    tickets = []
-    for number, pool in enumerate(pools.values()):
-        rank = Rank(number, len(pools))
-        engine = await stack.enter_async_context(
-            open_engine(
-                EngineConfig(engine_id="producer", identity=IDENTITY, rank=rank),
-                pool.cache,
-                fabric=fabric(f"producer-{number}"),
-                streams=streams,
-            )
+    tickets = [
+        _offer(case, engine, pool, number)
+        for number, (engine, pool) in enumerate(
+            await _opened(case, stack, fabric, streams)
         )
-        tickets.append(_offer(case, engine, pool, number))
+    ]
     return Ticket.merge(tickets)
 
 
@@ -104,3 +104,120 @@ def _offer(case: Case, engine: TransferEngine, pool: RankPool, number: int) -> T
     # Only now: a request that must be refused may name blocks that are not there.
     fill_producer(pool, case.request, seed=number)
     return offer.ticket
+
+
+async def cross_pushed(
+    case: Case,
+    *,
+    fabric: Callable[[str], Fabric],
+    streams: Streams | None = None,
+    **consumer: Any,
+) -> tuple[list[str], list[FerryError]]:
+    """Push the case's request; what the oracle finds wrong, and every error of either side.
+
+    The case's seed says who comes first, and whether the producers push all at once
+    or in steps of layers and tokens in any order.
+
+    Args:
+        case, fabric, streams, consumer: As in `cross`.
+    """
+    rng = random.Random(case.seed)
+    errors: list[FerryError] = []
+    async with AsyncExitStack() as stack:
+        producers = await _opened(case, stack, fabric, streams)
+        target = case.consumer_pool()
+        rank = Rank(case.consumer_rank, case.consumer_tp)
+        config = EngineConfig(
+            engine_id="consumer", identity=IDENTITY, rank=rank, **consumer
+        )
+        decode = await stack.enter_async_context(
+            open_engine(
+                config, target.cache, fabric=fabric("consumer"), streams=streams
+            )
+        )
+        contact = Contact.merge(engine.contact for engine, _ in producers)
+        late_s = rng.choice((0.0, 0.02))  # of the landing; the pushes begin at 0.01
+
+        async def push(engine: TransferEngine, pool: RankPool, seed: int) -> None:
+            await trio.sleep(0.01)
+            try:
+                await _push(case, engine, pool, random.Random(seed))
+            except FerryError as error:
+                errors.append(error)
+                await trio.sleep(0.1)  # until the consumer knows, if it ever will
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for number, (engine, pool) in enumerate(producers):
+                if case.refusal is None:
+                    fill_producer(pool, case.request, seed=number)
+                nursery.start_soon(push, engine, pool, rng.random())
+            try:
+                await trio.sleep(late_s)
+                await decode.expect(
+                    contact,
+                    case.request.local,
+                    request_id=REQUEST,
+                    computed_tokens=case.request.computed_tokens,
+                )
+            except FerryError as error:
+                errors.append(error)
+                await trio.sleep(0.1)
+            # The other ranks of the consumer never come: the pushes would wait.
+            nursery.cancel_scope.cancel()
+    if errors:  # the request may name blocks that are not there
+        return [], errors
+    slack = {name: unit - 1 for name, unit in case.units().items()}
+    return expect(target, case.request, slack_tokens=slack), errors
+
+
+async def _push(
+    case: Case, engine: TransferEngine, pool: RankPool, rng: random.Random
+) -> None:
+    held = {group.name for group in pool.cache.layout.groups}
+    spans = {n: span for n, span in case.request.remote.items() if n in held}
+    last = case.request.num_tokens
+    how = rng.choice(("whole", "tokens", "layers", "both"))
+    async with engine.push_stream(REQUEST, spans, num_tokens=last) as stream:
+        for layers, tokens in _steps(rng, how, pool, last):
+            await stream.ready(layers=layers, tokens=tokens)
+            if rng.random() < 0.3:
+                await trio.sleep(0.003)
+
+
+def _steps(
+    rng: random.Random, how: str, pool: RankPool, last: int
+) -> list[tuple[list[str] | None, tuple[int, int] | None]]:
+    """Every layer's tokens, each once: in one step or in many, in any order."""
+    if how == "whole":
+        return [(None, None)]
+    edges = [0, *sorted(rng.sample(range(1, last), min(rng.randint(0, 3), last - 1)))]
+    chunks = list(pairwise([*edges, last])) if how != "layers" else [None]
+    names = {f.layer for g in pool.cache.layout.groups for f in g.fields}
+    layers = [[name] for name in sorted(names)] if how != "tokens" else [None]
+    steps = [(layer, chunk) for layer in layers for chunk in chunks]
+    rng.shuffle(steps)
+    return steps
+
+
+async def _opened(
+    case: Case,
+    stack: AsyncExitStack,
+    fabric: Callable[[str], Fabric],
+    streams: Streams | None,
+) -> list[tuple[TransferEngine, RankPool]]:
+    """All ranks of the producer, open as long as the stack."""
+    pools = case.producer_pools()
+    found = []
+    for number, pool in enumerate(pools.values()):
+        rank = Rank(number, len(pools))
+        engine = await stack.enter_async_context(
+            open_engine(
+                EngineConfig(engine_id="producer", identity=IDENTITY, rank=rank),
+                pool.cache,
+                fabric=fabric(f"producer-{number}"),
+                streams=streams,
+            )
+        )
+        found.append((engine, pool))
+    return found

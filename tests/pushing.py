@@ -1,191 +1,107 @@
-"""A `planning.Case` pushed instead of pulled: shared out, planned rank by rank, written.
-
-The stamp oracle decides, as for a pull. `push` writes everything at once, `stream`
-range by range, as the producer's ranks get ready.
-"""
+"""Pushes and landings as tests begin them: in tasks, each with its one outcome."""
 
 from __future__ import annotations
 
-import random
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
+import trio
 
-from kvferry.engine.claims import of_layer, share_out
-from kvferry.engine.plan import Clip, Plan, prepare_plan
-from kvferry.engine.readiness import Readiness, wanted_tokens
-from tests.oracle import (
-    Counts,
-    expect,
-    fill_garbage,
-    fill_producer,
-    fill_ready,
-    write,
-    zero_tails,
-)
+from kvferry.engine import FerryError
+from kvferry.protocol.ticket import Contact
+from tests.kit import GROUP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Awaitable, Callable, Sequence
 
-    from kvferry.engine.plan import Selection
-    from kvferry.engine.readiness import Step
-    from kvferry.protocol.layout import CacheLayout
-    from tests.oracle import RankPool
-    from tests.planning import Case
+    from kvferry.engine import TransferEngine
+    from tests.kit import Pool
 
-Key = tuple[int, int, int]
-Claims = dict[Key, tuple["CacheLayout", ...]]
+THEIRS = [3, 7, 9]
+"""Blocks of a producer."""
+OURS = [5, 6, 1]
+"""Blocks of a consumer."""
+TOKENS = 10
 
 
-class Pushed(NamedTuple):
-    """What came of it.
+class Outcome:
+    """How one call ended, once it has.
 
     Attributes:
-        wrong: What the oracle finds wrong.
-        bytes: Bytes written, of all ranks.
-        pulled_bytes: Bytes that a pull would have read.
-        most: How often the byte was written that was written most often.
-        selections: How many selections moved something.
+        report: What it returned.
+        error: What it raised.
+        at: When it ended, in `trio.current_time`.
+        scope: Around it.
+        over: Set when it has ended.
     """
 
-    wrong: list[str]
-    bytes: int
-    pulled_bytes: int
-    most: int
-    selections: int
+    def __init__(self) -> None:
+        self.report: Any = None
+        self.error: FerryError | None = None
+        self.at = 0.0
+        self.scope = trio.CancelScope()
+        self.over = trio.Event()
 
     @property
-    def is_exact(self) -> bool:
-        """Every byte is right, and was written once, if it was to be written."""
-        return not self.wrong and self.bytes == self.pulled_bytes and self.most <= 1
+    def is_cancelled(self) -> bool:
+        """It let a cancellation through."""
+        return self.scope.cancelled_caught
+
+    async def follow(self, call: Callable[[], Awaitable[Any]]) -> None:
+        """Make the call."""
+        try:
+            with self.scope:
+                self.report = await call()
+        except FerryError as error:
+            self.error = error
+        finally:
+            self.at = trio.current_time()
+            self.over.set()
 
 
-class Sides:
-    """Both sides of a case, and one producer rank's plans.
-
-    Args:
-        case: What to push.
-        change: A planted fault in the claims.
-    """
-
-    def __init__(
-        self, case: Case, change: Callable[[Claims], Claims] = lambda claims: claims
-    ) -> None:
-        self.case = case
-        self.consumer, self.producers = case.consumer_pool(), case.producer_pools()
-        self.layout = self.consumer.cache.layout
-        self.remotes = {k: pool.cache.layout for k, pool in self.producers.items()}
-        shared = share_out(self.layout, self.remotes, reader=case.consumer_rank)
-        self.claims = change(shared)
-        self.written = Counts(self.consumer)
-        self._plans: dict[tuple[Key, str | None], list[Plan[Key]]] = {}
-
-    def plans(self, key: Key, layer: str | None = None) -> list[Plan[Key]]:
-        """What a rank prepares for its claim, or for one layer of it."""
-        if (key, layer) not in self._plans:
-            sheets = [replace(s, regions=self.layout.regions) for s in self.claims[key]]
-            if layer is not None:
-                sheets = [s for s in (of_layer(s, layer) for s in sheets) if s]
-            self._plans[key, layer] = [
-                prepare_plan(sheet, {key: self.remotes[key]}, is_partial=True)
-                for sheet in sheets
-            ]
-        return self._plans[key, layer]
-
-    def select(self, plan: Plan[Key], clip: Clip | None = None) -> Selection[Key]:
-        request = self.case.request
-        return plan.select(
-            num_tokens=request.num_tokens,
-            computed_tokens=request.computed_tokens,
-            local=request.local,
-            remote=request.remote,
-            clip=clip,
-        )
-
-    def outcome(self, moved: list[int]) -> Pushed:
-        """Zero the tails, as the consumer does, and let the oracle look."""
-        pulled = self.select(
-            prepare_plan(self.layout, self.remotes, reader=self.case.consumer_rank)
-        )
-        zero_tails(self.consumer.cache, pulled)
-        slack = {name: unit - 1 for name, unit in self.case.units().items()}
-        wrong = expect(self.consumer, self.case.request, slack_tokens=slack)
-        return Pushed(
-            wrong, sum(moved), pulled.bytes, self.written.most, sum(map(bool, moved))
-        )
+def begin(nursery: trio.Nursery, call: Callable[[], Awaitable[Any]]) -> Outcome:
+    """Make a call in a task of its own."""
+    outcome = Outcome()
+    nursery.start_soon(outcome.follow, call)
+    return outcome
 
 
-def push(
-    case: Case, change: Callable[[Claims], Claims] = lambda claims: claims
-) -> Pushed:
-    """Every rank writes its whole claim."""
-    sides = Sides(case, change)
-    chosen = [
-        (plan, sides.select(plan)) for key in sides.claims for plan in sides.plans(key)
-    ]
-    for number, pool in enumerate(sides.producers.values()):
-        fill_producer(pool, case.request, seed=number)
-    moved = [write(plan, selection, sides.written) for plan, selection in chosen]
-    assert moved == [selection.bytes for _, selection in chosen]
-    return sides.outcome(moved)
+def begin_push(
+    nursery: trio.Nursery,
+    engine: TransferEngine,
+    pool: Pool,
+    request_id: str = "r",
+    *,
+    blocks: Sequence[int] = THEIRS,
+    num_tokens: int = TOKENS,
+    salt: int = 0,
+    **options: Any,
+) -> Outcome:
+    """Push a request of ten tokens, stamped."""
+    spans = pool.stamp(blocks, num_tokens=num_tokens, salt=salt)
+    return begin(
+        nursery,
+        lambda: engine.push(request_id, spans, num_tokens=num_tokens, **options),
+    )
 
 
-def stream(
-    case: Case, *, seed: int, change: Callable[[Clip], Clip] = lambda clip: clip
-) -> Pushed:
-    """Every rank writes what gets ready, in an order of its own.
-
-    Nothing is stamped before it is ready: what leaves too early is garbage. A rank
-    commits, at the latest, when nothing that must be ready is missing.
-
-    Args:
-        case: One that is not refused.
-        seed: Of the order.
-        change: A planted fault in the clips.
-    """
-    sides, moved = Sides(case), []
-    for number, (key, pool) in enumerate(sides.producers.items()):
-        fill_garbage(pool, seed=number)
-        rng = random.Random(seed * 1000 + number)
-        for step in _steps(case, pool, sides.remotes[key], rng):
-            for plan in sides.plans(key, step.layer):
-                selection = sides.select(plan, change(step.clip))
-                moved.append(write(plan, selection, sides.written))
-    return sides.outcome(moved)
+def begin_landing(
+    nursery: trio.Nursery,
+    engine: TransferEngine,
+    source: TransferEngine | Contact,
+    request_id: str = "r",
+    *,
+    blocks: Any = None,
+    **options: Any,
+) -> Outcome:
+    """Expect it."""
+    contact = source if isinstance(source, Contact) else source.contact
+    spans = {GROUP: OURS} if blocks is None else blocks
+    return begin(
+        nursery,
+        lambda: engine.expect(contact, spans, request_id=request_id, **options),
+    )
 
 
-def _steps(
-    case: Case, pool: RankPool, layout: CacheLayout, rng: random.Random
-) -> Iterator[Step]:
-    """What one rank lets go, step by step, to a consumer that may come late."""
-    request = case.request
-    wanted = wanted_tokens(layout.groups, request.remote, num_tokens=request.num_tokens)
-    readiness = Readiness(wanted, num_tokens=request.num_tokens)
-    told = list(_told(tuple(wanted), request.num_tokens, rng))
-    joined_at = rng.choice((0, 0, rng.randrange(len(told))))
-    for index, (layers, tokens) in enumerate(told):
-        for layer in layers or wanted:
-            fill_ready(pool, request, layer, tokens)
-        steps = readiness.add(layers, tokens)
-        if index < joined_at:
-            continue
-        yield from (readiness.so_far() if index == joined_at else steps)
-        if not readiness.missing() and rng.random() < 0.7:
-            return
-
-
-def _told(
-    layers: tuple[str, ...], num_tokens: int, rng: random.Random
-) -> Iterator[tuple[tuple[str, ...] | None, tuple[int, int]]]:
-    """All tokens of all layers, some ranges of all layers at once, others by layer."""
-    inner = rng.sample(range(num_tokens), min(num_tokens, rng.randrange(6)))
-    ranges = list(pairwise(sorted({0, num_tokens, *inner})))
-    if rng.random() < 0.6:
-        rng.shuffle(ranges)
-    together = rng.randint(0, len(ranges))
-    yield from ((None, tokens) for tokens in ranges[:together])
-    rest = [((layer,), tokens) for layer in layers for tokens in ranges[together:]]
-    if rng.random() < 0.6:
-        rng.shuffle(rest)
-    yield from rest
+def contact_of(engines: Sequence[TransferEngine]) -> Contact:
+    """The contact of a whole instance."""
+    return Contact.merge(engine.contact for engine in engines)

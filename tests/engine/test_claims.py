@@ -19,8 +19,8 @@ from kvferry.engine.readiness import Readiness, wanted_tokens
 from kvferry.engine.spans import Side
 from kvferry.protocol.errors import FerryError, ImpossiblePlan
 from kvferry.protocol.layout import SHARD_AXIS, CacheLayout
+from tests.claiming import Claims, Sides, push, stream
 from tests.planning import RICH, Case, cases
-from tests.pushing import Claims, Sides, push, stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
