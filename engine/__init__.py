@@ -13,7 +13,7 @@ from kvferry.engine.cache import (
     tp_shard,
 )
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.engine import TransferEngine, open_engine
+from kvferry.engine.engine import TransferEngine
 from kvferry.engine.errors import (
     BadTicket,
     CacheError,
@@ -45,6 +45,7 @@ from kvferry.engine.errors import (
 )
 from kvferry.engine.explain import explain
 from kvferry.engine.offer import Offer, OfferOutcome
+from kvferry.engine.opening import open_engine
 from kvferry.engine.push import PushStream
 from kvferry.engine.quarantine import Quarantine, QuarantineEntry
 from kvferry.engine.report import PushReport, TransferReport

@@ -48,6 +48,7 @@ LAYERS = (
     "engine.offer engine.pull engine.push engine.landing",
     # face
     "engine.engine",
+    "engine.opening",
     "engine.testing",
     "engine.__init__",
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from kvferry.engine.engine import TransferEngine, open_engine
+from kvferry.engine.opening import open_engine
 from kvferry.engine.testing.wire import Wire
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from kvferry.engine.cache import KVCache
     from kvferry.engine.config import EngineConfig
+    from kvferry.engine.engine import TransferEngine
     from kvferry.engine.testing.schedule import Schedule
 
 __all__ = ("Host",)

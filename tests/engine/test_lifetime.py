@@ -16,9 +16,9 @@ from kvferry.engine import (
     PeerLost,
     TransferFailed,
 )
-from kvferry.engine.engine import _KEPT
 from kvferry.engine.fabric import Progress
 from kvferry.engine.fabric.faults import CallFault, TransferFault
+from kvferry.engine.opening import _KEPT
 from tests.kit import GROUP, Pool, World, address, agent, at_base, is_bare
 
 REUSED = 7.0
