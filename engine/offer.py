@@ -82,6 +82,10 @@ ENDED_OFFERS = 4096
 """Ended offers that are remembered, so that a late reader learns why."""
 
 
+SPARE_DEADLINES = 1024
+"""Deadlines of ended offers that may be left: each clearing looks at all of them."""
+
+
 class OfferOutcome(enum.Enum):
     """How an offer ended; in each case its blocks are the caller's again."""
 
@@ -374,6 +378,13 @@ class Offers:
         self._changed.set()
         self._changed = trio.Event()
 
+    def _tidy_deadlines(self) -> None:
+        """Ended offers do not stay until their leases would have run out: with long
+        leases these are many more than are open."""
+        if len(self._deadlines) > 2 * len(self._active) + SPARE_DEADLINES:
+            self._deadlines = [e for e in self._deadlines if not e[2].ended.is_set()]
+            heapq.heapify(self._deadlines)
+
     def _find(self, request_id: str, offer_id: str) -> _Held | None:
         held = self._active.get(request_id)
         if held is None or _offer_id(held) != offer_id:
@@ -394,6 +405,7 @@ class Offers:
         held.awaits.cancel()
         held.readers.clear()
         held.ended.set()
+        self._tidy_deadlines()
         self._log.info(
             "offer_ended",
             request=ticket.request_id,

@@ -15,7 +15,7 @@ from kvferry.engine import (
     UnknownBlock,
     UnknownOffer,
 )
-from kvferry.engine.offer import ENDED_OFFERS
+from kvferry.engine.offer import ENDED_OFFERS, SPARE_DEADLINES
 from kvferry.engine.pump import Cadence
 from kvferry.protocol import Ticket
 from tests.kit import GROUP, Pool, World, at_base
@@ -114,6 +114,16 @@ async def test_ended_offers_are_forgotten_in_the_end(autojump_clock) -> None:
         await trio.sleep(60)
         assert not prefill._offers._deadlines
         assert first.outcome is OfferOutcome.RELEASED
+
+
+async def test_long_leases_of_ended_offers_cost_nothing(autojump_clock) -> None:
+    """Their deadlines go long before they would have come; the others still come."""
+    async with World().engine("p", Pool(), lease_s=86_400.0) as prefill:
+        held = prefill.offer("held", {GROUP: [1]}, num_tokens=4)
+        for number in range(2 * SPARE_DEADLINES):
+            prefill.offer(str(number), {GROUP: [2]}, num_tokens=4).withdraw()
+        assert len(prefill._offers._deadlines) <= SPARE_DEADLINES + 2
+        assert await held.wait() is OfferOutcome.EXPIRED
 
 
 async def test_an_ended_offer_is_remembered_without_its_blocks(autojump_clock) -> None:
