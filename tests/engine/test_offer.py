@@ -118,7 +118,7 @@ async def test_ended_offers_are_forgotten_in_the_end(autojump_clock) -> None:
 
 async def test_long_leases_of_ended_offers_cost_nothing(autojump_clock) -> None:
     """Their deadlines go long before they would have come; the others still come."""
-    async with World().engine("p", Pool(), lease_s=86_400.0) as prefill:
+    async with World().engine("p", Pool(), lease_s=60.0) as prefill:
         held = prefill.offer("held", {GROUP: [1]}, num_tokens=4)
         for number in range(2 * SPARE_DEADLINES):
             prefill.offer(str(number), {GROUP: [2]}, num_tokens=4).withdraw()
