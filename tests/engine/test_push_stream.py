@@ -274,12 +274,16 @@ async def test_a_commit_with_something_missing_fails_on_both_sides(
         spans = source.stamp(THEIRS, num_tokens=10)
         if joins == "early":
             landing = begin_landing(nursery, decode, prefill)
-        with pytest.raises(IncompletePush, match=r"layers\.1 tokens .*4.*7") as caught:
+
+        async def incomplete() -> None:
             async with prefill.push_stream("r", spans, num_tokens=10) as stream:
                 await stream.ready(layers=[L0])
                 await stream.ready(layers=[L1], tokens=(0, 4))
                 await stream.ready(layers=[L1], tokens=(7, 10))
                 await settle()
+
+        with pytest.raises(IncompletePush, match=r"layers\.1 tokens .*4.*7") as caught:
+            await incomplete()
         assert caught.value.request_id == "r"
         assert L0 not in str(caught.value)
         if joins == "early":
@@ -441,27 +445,30 @@ async def test_ready_after_the_push_has_failed_raises_why(autojump_clock, how) -
         prefill = process.engine
         landing = begin_landing(nursery, decode, prefill)
         spans = source.stamp(THEIRS, num_tokens=10)
-        with pytest.raises(kinds[how]) as caught:
+
+        async def fail() -> None:
+            await settle()
+            if how == "revoked":
+                landing.scope.cancel()
+            elif how == "lost":
+                world.streams.cut(*address(prefill))
+            elif how == "closing":
+                await process.leave()
+
+        async def stream_it() -> None:
             async with prefill.push_stream(
                 "r", spans, num_tokens=10, deadline_s=3
             ) as stream:
                 await stream.ready(tokens=(0, 5))
                 await settle()
-
-                async def fail() -> None:
-                    await settle()
-                    if how == "revoked":
-                        landing.scope.cancel()
-                    elif how == "lost":
-                        world.streams.cut(*address(prefill))
-                    elif how == "closing":
-                        await process.leave()
-
                 nursery.start_soon(fail)
                 with pytest.raises(kinds[how]):
                     await stream.ready(tokens=(5, 7), after=trio.sleep_forever)
                 with pytest.raises(kinds[how]):
                     await stream.ready(tokens=(5, 7))
+
+        with pytest.raises(kinds[how]) as caught:
+            await stream_it()
         assert caught.value.request_id == "r"
         assert not process.ended.is_set() or how == "closing"
         await landing.over.wait()
@@ -509,18 +516,22 @@ async def test_a_step_that_nobody_needs_any_more_prepares_nothing(
         process = await world.start(nursery, "c", target)
         landing = begin_landing(nursery, process.engine, prefill)
         spans = source.stamp(THEIRS, num_tokens=10)
-        with pytest.raises(PeerLost):
+
+        async def stream_it() -> None:
             async with prefill.push_stream("r", spans, num_tokens=10) as stream:
                 await stream.ready(layers=[L0])
                 await settle()
                 (delivery,) = prefill._pushes._deliveries.values()
                 world.streams.cut(*address(prefill))
-                while not delivery.has_landed and delivery.cause is None:
+                while delivery.cause is None:
                     await trio.lowlevel.checkpoint()
-                # In this very step of the scheduler the push has not been told.
+                # It may be that the push has not been told yet.
                 for _ in range(3):
                     with suppress(MisuseError):
                         await stream.ready(layers=[L1], tokens=(0, 10))
+
+        with pytest.raises(PeerLost):
+            await stream_it()
         await landing.over.wait()
         await trio.sleep(5)
         await process.leave()
