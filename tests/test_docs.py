@@ -1,4 +1,4 @@
-"""The README's sample runs, and the drawn tables are those of the code."""
+"""The README's sample runs, the drawn tables are those of the code, promises have tests."""
 
 from __future__ import annotations
 
@@ -54,3 +54,17 @@ def test_the_drawn_lifecycles_are_the_tables() -> None:
 def test_the_readme_is_read_in_one_go() -> None:
     """Promise, limits, an example: at most 150 lines."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_guarantee_names_tests_that_exist() -> None:
+    """A promise is worth what its test is: none is named that is not there."""
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    named = re.findall(r"`((?:engine|nixl|protocol)/[\w/]+\.py)(?:::(\w+))?`", page)
+    assert len(named) > 40
+    for file, test in named:
+        path = ROOT / "tests" / file
+        assert path.exists() or (ROOT / file).exists(), file
+        if test:
+            assert re.search(
+                rf"^(async )?def {test}\b|^{test} = ", path.read_text(), re.M
+            ), test
