@@ -66,5 +66,5 @@ def test_every_guarantee_names_tests_that_exist() -> None:
         assert path.exists() or (ROOT / file).exists(), file
         if test:
             assert re.search(
-                rf"^(async )?def {test}\b|^{test} = ", path.read_text(), re.M
+                rf"^(async )?def {test}\b|^{test} = ", path.read_text(), re.MULTILINE
             ), test
