@@ -1,0 +1,222 @@
+"""`Traffic`: who may post now, and who waits for a turn.
+
+Bounds what is in flight, for the whole engine and for each peer; serves requests in
+turns, the more urgent ones first; and posts no more between two looks of the loop
+than it can afford, because a post may block for as long as its bytes take
+(nixl-facts row 2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvferry.engine.config import EngineConfig
+
+__all__ = ("Lane", "Traffic", "Turn")
+
+BURST_POSTS = 8
+BURST_BYTES = 2 * 1024 * 1024
+"""Posted at once, before everybody else on the loop has had a look: on one host a
+megabyte takes about a quarter of a millisecond, a post of few bytes some tens of
+microseconds."""
+
+BURST_S = 0.001
+"""After so long a new burst may begin by itself."""
+
+
+class Turn(NamedTuple):
+    """One wave that wants to be posted.
+
+    Attributes:
+        wave: Its number in its request.
+        peer: Whom it is from or for.
+        size: About how many bytes.
+        go: Posts it; must not raise.
+    """
+
+    wave: int
+    peer: str
+    size: int
+    go: Callable[[], None]
+
+
+@dataclass(eq=False)
+class Lane:
+    """One request's waves that wait, in order.
+
+    Attributes:
+        priority: Lanes of a higher number are served first.
+    """
+
+    priority: int = 0
+    waiting: deque[Turn] = field(default_factory=deque)
+
+
+class _Class:
+    """The lanes of one priority, by the peer that their next wave is for.
+
+    Invariant: a lane is in the queue of its first turn's peer, and in no other; a peer
+    with a queue is in ``ready``, unless it is full.
+    """
+
+    def __init__(self) -> None:
+        self.lanes: dict[str, deque[Lane]] = {}
+        self.ready: dict[str, None] = {}  # in order of their turns
+
+    def add(self, lane: Lane) -> None:
+        peer = lane.waiting[0].peer
+        self.lanes.setdefault(peer, deque()).append(lane)
+        self.ready.setdefault(peer)
+
+    def remove(self, lane: Lane) -> None:
+        peer = lane.waiting[0].peer
+        self.lanes[peer].remove(lane)
+        self._tidy(peer)
+
+    def take(self, peer: str) -> Turn:
+        """The next wave for the peer; its lane and the peer go to the end."""
+        lane = self.lanes[peer].popleft()
+        self._tidy(peer)
+        self.ready.pop(peer, None)
+        turn = lane.waiting.popleft()
+        if lane.waiting:
+            self.add(lane)
+        if peer in self.lanes:
+            self.ready.setdefault(peer)
+        return turn
+
+    def _tidy(self, peer: str) -> None:
+        if not self.lanes[peer]:
+            del self.lanes[peer]
+            self.ready.pop(peer, None)
+
+
+class Traffic:
+    """All waves of one engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._classes: dict[int, _Class] = {}  # by priority, the most urgent first
+        self._bytes = 0
+        self._waves = 0
+        self._peer_bytes: Counter[str] = Counter()
+        self._waiting_bytes = 0
+        self._burst_posts = 0
+        self._burst_bytes = 0
+        self._burst_at = 0.0
+        self._spent = trio.Event()
+        self._eased = trio.Event()
+
+    @property
+    def waves_in_flight(self) -> int:
+        """Posted and not settled."""
+        return self._waves
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Of these waves."""
+        return self._bytes
+
+    @property
+    def bytes_waiting(self) -> int:
+        """Of waves that wait for a turn: the engine's backlog."""
+        return self._waiting_bytes
+
+    async def wait_backlog(self, limit_bytes: int) -> None:
+        """Wait until no more than so much waits for its turn."""
+        while self._waiting_bytes > limit_bytes:
+            await self._eased.wait()
+
+    def ask(self, lane: Lane, turn: Turn) -> None:
+        """Post a wave, now or when it is its turn."""
+        lane.waiting.append(turn)
+        if len(lane.waiting) == 1:
+            self._class(lane.priority).add(lane)
+        self._waiting_bytes += turn.size
+        self._serve()
+
+    def leave(self, peer: str, size: int) -> None:
+        """A wave that was posted has settled."""
+        self._waves -= 1
+        self._bytes -= size
+        self._peer_bytes[peer] -= size
+        if not self._peer_bytes[peer]:
+            del self._peer_bytes[peer]
+        for lanes in self._classes.values():
+            if peer in lanes.lanes:
+                lanes.ready.setdefault(peer)
+        self._serve()
+
+    def drop(self, lane: Lane) -> list[Turn]:
+        """Take back what has not been posted: it never will be."""
+        if not lane.waiting:
+            return []
+        self._class(lane.priority).remove(lane)
+        dropped = list(lane.waiting)
+        lane.waiting.clear()
+        self._ease(sum(turn.size for turn in dropped))
+        return dropped
+
+    async def run(self) -> None:
+        """Let the next burst begin when everybody has had a look, for ever."""
+        while True:
+            await self._spent.wait()
+            self._spent = trio.Event()
+            await trio.lowlevel.checkpoint()
+            self._begin_burst()
+            self._serve()
+
+    def _class(self, priority: int) -> _Class:
+        if priority not in self._classes:
+            self._classes[priority] = _Class()
+            urgent_first = sorted(self._classes.items(), reverse=True)
+            self._classes = dict(urgent_first)
+        return self._classes[priority]
+
+    def _serve(self) -> None:
+        """Post for whoever's turn it is, as far as bounds and burst allow."""
+        for lanes in tuple(self._classes.values()):
+            while lanes.ready and self._has_room():
+                peer = next(iter(lanes.ready))
+                if self._peer_bytes[peer] < self._config.max_peer_bytes_in_flight:
+                    self._post(lanes.take(peer))
+                else:
+                    del lanes.ready[peer]  # until one of its waves leaves
+
+    def _post(self, turn: Turn) -> None:
+        self._waves += 1
+        self._bytes += turn.size
+        self._peer_bytes[turn.peer] += turn.size
+        self._burst_posts += 1
+        self._burst_bytes += turn.size
+        self._ease(turn.size)
+        turn.go()
+
+    def _has_room(self) -> bool:
+        if self._waves and (
+            self._waves >= self._config.max_waves_in_flight
+            or self._bytes >= self._config.max_bytes_in_flight
+        ):
+            return False
+        if trio.current_time() >= self._burst_at + BURST_S:
+            self._begin_burst()
+        if self._burst_posts >= BURST_POSTS or self._burst_bytes >= BURST_BYTES:
+            self._spent.set()
+            return False
+        return True
+
+    def _begin_burst(self) -> None:
+        self._burst_posts = self._burst_bytes = 0
+        self._burst_at = trio.current_time()
+
+    def _ease(self, size: int) -> None:
+        self._waiting_bytes -= size
+        self._eased.set()
+        self._eased = trio.Event()
