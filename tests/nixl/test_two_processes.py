@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.processes import Child
+from tests.nixl.sides import POOL, TCP, engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.processes import Child
+
 pytestmark = pytest.mark.nixl
-
-SCRIPT = Path(__file__).with_name("engine_child.py")
-POOL = {"blocks": 64, "block_size": 16, "layers": 3}
-
-
-def engine(
-    engine_id: str,
-    *,
-    pool: dict[str, int] = POOL,
-    env: dict[str, str] | None = None,
-    **settings: Any,
-) -> Child:
-    """Start an engine in a process of its own; `greet` it before use."""
-    config = {"engine_id": engine_id, "lease_s": 5.0, "connect_timeout_s": 5.0}
-    return Child(SCRIPT, json.dumps({**config, **settings}), json.dumps(pool), env=env)
-
 
 def pull(consumer: Child, ticket: Any, blocks: list[int], **settings: Any) -> Any:
     return consumer.ask("pull", ticket, blocks, settings)
@@ -213,12 +197,11 @@ def test_an_expired_lease(producer: Child) -> None:
 
 def test_a_producer_killed_while_it_is_read_from() -> None:
     """Over tcp the read is really in flight: one typed error, well before the deadline."""
-    tcp = {"UCX_TLS": "tcp"}
     big = {"blocks": 2048, "block_size": 16, "layers": 4, "heads": 8, "dim": 8}
     blocks = list(range(2048))
     with (
-        engine("prefill", pool=big, env=tcp, lease_s=60.0) as producer,
-        engine("decode", pool=big, env=tcp) as consumer,
+        engine("prefill", pool=big, env=TCP, lease_s=60.0) as producer,
+        engine("decode", pool=big, env=TCP) as consumer,
     ):
         producer.hear()
         consumer.hear()
