@@ -113,7 +113,9 @@ class _Producer:
         """Run what each line says."""
         self._line.say({"contact": self._engine.contact.to_dict()})
         while (order := await self._line.hear()) is not None:
-            token_ids = np.random.default_rng(5).integers(VOCABULARY, size=order["tokens"])
+            token_ids = np.random.default_rng(5).integers(
+                VOCABULARY, size=order["tokens"]
+            )
             ids = [int(n) for n in token_ids]
             blocks = _blocks(len(ids), 2, self._pools)
             run = getattr(self, order["mode"])
@@ -142,7 +144,11 @@ class _Producer:
             )
             end = perf_counter()
             written = stream.written_bytes
-        return {"end": end, "written": written, "phases_s": dict(stream.report.phases_s)}
+        return {
+            "end": end,
+            "written": written,
+            "phases_s": dict(stream.report.phases_s),
+        }
 
     async def _prefill(self, ids: list[int], blocks: Any) -> None:  # noqa: ANN401
         cache = paged_cache(self._pools, blocks)

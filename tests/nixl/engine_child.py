@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvferry.engine import Offer, PushReport, TransferEngine, TransferReport
 
+
 class Told:
     """The commands; each answers with something JSON can say."""
 
@@ -85,9 +86,7 @@ class Told:
         self._pool.stamp(blocks, num_tokens=num_tokens)
         stamped = [tensor.clone() for tensor in self._pool.tensors]
         await self.wipe()
-        return await _told(
-            self._stream(request_id, blocks, num_tokens, chunk, stamped)
-        )
+        return await _told(self._stream(request_id, blocks, num_tokens, chunk, stamped))
 
     async def _stream(
         self,

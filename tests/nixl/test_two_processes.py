@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.nixl
 
+
 def pull(consumer: Child, ticket: Any, blocks: list[int], **settings: Any) -> Any:
     return consumer.ask("pull", ticket, blocks, settings)
 
