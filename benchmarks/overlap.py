@@ -4,7 +4,9 @@ SmolLM2 prefills prompts in one process, and another one wants the cache: it pul
 the prefill has ended, or it is pushed to then, or each layer of each chunk is pushed as
 soon as it is computed. In turns, and what lands is compared byte by byte. The figure is
 the time from the end of the prefill, taken where it runs, to the return of `pull` or
-`expect`, taken in the consumer: one host, and one monotonic clock for both processes.
+`expect`, taken in the consumer: one host, and one monotonic clock for both processes. The CPU
+seconds are the producer's until the prefill has ended, and the consumer's until it has
+the cache: what the overlap costs.
 
     python -m benchmarks.overlap [--short] [--rounds N] [--json FILE] [--plot FILE]
 """
@@ -42,6 +44,7 @@ CHUNK = 256
 ROUNDS = 5
 TRANSPORTS = {"same host": "", "tcp": "tcp"}
 BARRED_TOKENS = 1024
+CPU = ("producer_cpu_s", "consumer_cpu_s")
 
 HIDING = Bar(
     "hiding",
@@ -112,7 +115,7 @@ def grouped(turns: Sequence[Result]) -> Iterator[tuple[Any, Iterator[Result]]]:
 
 def median(turns: Sequence[Result]) -> Result:
     """What several turns of one way come to."""
-    measured = ("ready_s", "prefill_s", "hidden")
+    measured = ("ready_s", "prefill_s", "hidden", *CPU)
     return {
         **turns[0],
         **{name: statistics.median(t[name] for t in turns) for name in measured},
@@ -140,7 +143,7 @@ def report(results: Sequence[Result]) -> str:
     """A table for each transport."""
     found = [f"{json.dumps(host())}\n"]
     head = ("tokens", "mode", "MB", "waves", "ready ms", "least", "most", "of pull",
-            "hidden %", "prefill s")  # fmt: skip
+            "hidden %", "prefill s", "CPU s", "consumer's")  # fmt: skip
     for transport, members in groupby(results, key=lambda r: r["transport"]):
         rows = []
         pull_s = 0.0
@@ -158,6 +161,7 @@ def report(results: Sequence[Result]) -> str:
                     r["ready_s"] / pull_s,
                     r["hidden"] * 100,
                     r["prefill_s"],
+                    *(r[name] for name in CPU),
                 )
             )
         turns = results[0]["turns"]

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -119,21 +119,22 @@ class _Producer:
             ids = [int(n) for n in token_ids]
             blocks = _blocks(len(ids), 2, self._pools)
             run = getattr(self, order["mode"])
-            begin = perf_counter()
+            begin, begin_cpu = perf_counter(), process_time()
             told = await run(order["request"], ids, blocks)
+            told["cpu_s"] = told.pop("end_cpu") - begin_cpu
             self._line.say({"begin": begin, **told})
 
     async def pull(self, request: str, ids: list[int], blocks: Any) -> Any:  # noqa: ANN401
         await self._prefill(ids, blocks)
-        end = perf_counter()
+        ended = _now()
         offer = self._engine.offer(request, blocks, num_tokens=len(ids))
-        return {"end": end, "ticket": offer.ticket.to_dict()}
+        return {**ended, "ticket": offer.ticket.to_dict()}
 
     async def push(self, request: str, ids: list[int], blocks: Any) -> Any:  # noqa: ANN401
         await self._prefill(ids, blocks)
-        end = perf_counter()
+        ended = _now()
         report = await self._engine.push(request, blocks, num_tokens=len(ids))
-        return {"end": end, "phases_s": dict(report.phases_s)}
+        return {**ended, "phases_s": dict(report.phases_s)}
 
     async def stream(self, request: str, ids: list[int], blocks: Any) -> Any:  # noqa: ANN401
         async with self._engine.push_stream(
@@ -142,10 +143,10 @@ class _Producer:
             await prefill_streamed(
                 self._model, self._pools, blocks, ids, stream, chunk=self._chunk
             )
-            end = perf_counter()
+            ended = _now()
             written = stream.written_bytes
         return {
-            "end": end,
+            **ended,
             "written": written,
             "phases_s": dict(stream.report.phases_s),
         }
@@ -160,6 +161,11 @@ async def _produce(line: _Line, room: int, chunk: int) -> None:
     config = EngineConfig(engine_id="producer", identity=IDENTITY)
     async with open_engine(config, pools.described()) as engine:
         await _Producer(line, pools, engine, chunk).serve()
+
+
+def _now() -> dict[str, float]:
+    """The end of a prefill, and what the process has computed until then."""
+    return {"end": perf_counter(), "end_cpu": process_time()}
 
 
 # --- the consumer ----------------------------------------------------------------
@@ -191,6 +197,7 @@ class _Consumer:
         for name, pool in self._pools.paged.items():
             pool.poison(blocks[name])
         call = self._pull if mode == "pull" else self._expect
+        begin_cpu = process_time()
         landed, told = await call(order, blocks)
         found = self._pools.copied_out(blocks)
         first = self._found.setdefault(tokens, found)
@@ -203,6 +210,8 @@ class _Consumer:
             "waves": landed.report.waves,
             "ready_s": landed.at - told["end"],
             "prefill_s": told["end"] - told["begin"],
+            "producer_cpu_s": told["cpu_s"],
+            "consumer_cpu_s": process_time() - begin_cpu,
             "hidden": told.get("written", 0) / landed.report.bytes,
             "phases_s": dict(landed.report.phases_s),
             "push_phases_s": told.get("phases_s", {}),
