@@ -8,16 +8,25 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from kvferry.protocol.lifecycle.delivery import DeliveryMachine
+from kvferry.protocol.lifecycle.landing import LandingMachine
 from kvferry.protocol.lifecycle.machine import Row
 from kvferry.protocol.lifecycle.offer import OfferMachine
 from kvferry.protocol.lifecycle.pull import PullMachine
+from kvferry.protocol.lifecycle.push import PushMachine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvferry.protocol.lifecycle.machine import Machine
 
-MACHINES: dict[str, type[Machine]] = {"Pull": PullMachine, "Offer": OfferMachine}
+MACHINES: dict[str, type[Machine]] = {
+    "Pull": PullMachine,
+    "Offer": OfferMachine,
+    "Push": PushMachine,
+    "Delivery": DeliveryMachine,
+    "Landing": LandingMachine,
+}
 
 
 def page() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.engine.after import After
 from kvferry.engine.cache import (
     AttentionGroup,
     KVCache,
@@ -12,7 +13,7 @@ from kvferry.engine.cache import (
     tp_shard,
 )
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.engine import TransferEngine, open_engine
+from kvferry.engine.engine import TransferEngine
 from kvferry.engine.errors import (
     BadTicket,
     CacheError,
@@ -44,6 +45,7 @@ from kvferry.engine.errors import (
 )
 from kvferry.engine.explain import explain
 from kvferry.engine.offer import Offer, OfferOutcome
+from kvferry.engine.opening import open_engine
 from kvferry.engine.push import PushStream
 from kvferry.engine.quarantine import Quarantine, QuarantineEntry
 from kvferry.engine.report import PushReport, TransferReport
@@ -52,6 +54,7 @@ from kvferry.protocol.identity import Rank
 from kvferry.protocol.layout import Shard
 
 __all__ = (
+    "After",
     "AttentionGroup",
     "BadTicket",
     "CacheError",

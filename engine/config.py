@@ -40,6 +40,14 @@ class EngineConfig:
         pull_deadline_s: Default deadline of a pull.
         connect_timeout_s: How long a dial, handshake included, may take.
         handshake_timeout_s: How long a dialler may take to introduce itself.
+        keepalive_s: After so long without a word on an open link the peer is asked
+            whether it is there.
+        silence_s: After so long without a word the peer is taken for dead: its link
+            ends, and with it everything that waits for it.
+        redial_s: How long a peer is left alone after a dial that failed; doubled
+            with each further failure, up to half a minute, and shortened by chance
+            by up to a half. Requests to it fail at once meanwhile.
+        peer_idle_s: A peer that nobody has read from for so long is let go.
         drain_grace_s: How long a pull that ended early waits for its transfers
             before it leaves its blocks in quarantine.
         wave_bytes: About how many bytes are posted at once. A post can block the
@@ -59,6 +67,10 @@ class EngineConfig:
             bytes move, while blocks are on offer, and otherwise. Each look of an
             idle agent costs about 20 us of a core (nixl-facts row 16).
         max_links: Links served at once.
+        max_diallers: Diallers that may be introducing themselves at once.
+        max_dials: Peers that are dialled at once; others wait for their turn.
+        max_peers: Remote ranks to read from that are known at once. The longest
+            idle one makes room for a new one.
         max_offers: Offers open at once.
         max_registrations: Consumers' registrations for pushes held at once.
     """
@@ -75,6 +87,10 @@ class EngineConfig:
     pull_deadline_s: float = 60.0
     connect_timeout_s: float = 10.0
     handshake_timeout_s: float = 10.0
+    keepalive_s: float = 5.0
+    silence_s: float = 20.0
+    redial_s: float = 0.5
+    peer_idle_s: float = 300.0
     drain_grace_s: float = 10.0
     wave_bytes: int = 2 * 1024 * 1024
     window: int = 4
@@ -85,6 +101,9 @@ class EngineConfig:
     offered_poll_s: float = 0.001
     idle_poll_s: float = 0.01
     max_links: int = 1024
+    max_diallers: int = 64
+    max_dials: int = 16
+    max_peers: int = 1024
     max_offers: int = 65_536
     max_registrations: int = 65_536
 
@@ -130,6 +149,11 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be positive, not {value}")
         if self.lease_s > 86_400:
             raise ConfigError(f"lease_s is at most a day, not {self.lease_s}")
+        if self.silence_s <= self.keepalive_s:
+            raise ConfigError(
+                f"silence_s must be longer than keepalive_s ({self.keepalive_s}), not"
+                f" {self.silence_s}: a peer must have the time to answer"
+            )
 
     def _check_landing(self) -> None:
         if self.landing not in {"auto", "direct", "bulk"}:

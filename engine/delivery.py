@@ -172,6 +172,7 @@ class Delivery:
         self._entry: QuarantineEntry | None = None
         self._is_holding = True  # on the claim
         self._owes_revoked = False  # after a bug of ours, by hand
+        self._has_told = False  # that nothing touches the consumer's blocks
 
     @property
     def cause(self) -> FerryError | None:
@@ -200,6 +201,8 @@ class Delivery:
 
     def add(self, steps: Iterable[Step]) -> None:
         """Write what these steps let go; blocks that it does not fit abort it."""
+        if self._driver.is_over:
+            return  # what was prepared may have been given back
         try:
             writes = [write for step in steps for write in self._plan(step)]
         except FerryError as error:
@@ -279,7 +282,7 @@ class Delivery:
             case SendFailed():
                 self._send(aborted(self.register, self._machine.cause))
             case SendRevoked():
-                self._send(Revoked(*self._name()))
+                self._tell_revoked()
             case QuarantineWaves():
                 self._quarantine()
             case ReclaimWaves():
@@ -327,8 +330,16 @@ class Delivery:
             raise FerryInternalError("a delivery without a push has nothing to write")
         return self._cargo
 
+    def _tell_revoked(self) -> None:
+        self._has_told = True
+        self._send(Revoked(*self._name()))
+
     def _end(self) -> None:
         self._log.debug("delivery_over", state=self._machine.state.value)
+        if self._machine.state is DeliveryState.ENDED and not self._has_told:
+            # Unasked: an engine that closes now cannot be asked any more, and no
+            # later start of it could answer.
+            self._tell_revoked()
         self._on_over(self)
         self._leave()
 

@@ -16,11 +16,21 @@ from kvferry.protocol.errors import (
     OfferSpent,
     OfferWithdrawn,
     PeerLost,
+    ProtocolViolation,
     UnknownOffer,
 )
-from kvferry.protocol.lifecycle.pull import ConfirmArrived, SourceFailed
+from kvferry.protocol.lifecycle.pull import (
+    ConfirmArrived,
+    DeclineSource,
+    RenewLease,
+    SendReadFinished,
+    SourceFailed,
+    SourceReady,
+)
 from kvferry.protocol.link import (
     Confirmed,
+    Decline,
+    OfferReady,
     ReadFinished,
     Refused,
     RefusedReason,
@@ -61,6 +71,7 @@ class Dialogue:
         self._services = services
         self._ticket = ticket
         self._attempt = attempt
+        self._readers = services.key.rank.instance()
         self._feed = feed
         self._log = log
 
@@ -82,28 +93,35 @@ class Dialogue:
         """Who these sources are."""
         return ", ".join(str(self.peers[source].key) for source in sorted(sources))
 
-    def renew(self, sources: Iterable[int]) -> None:
-        """Ask these to hold on; the first time this accepts the ticket."""
-        readers = self._services.key.rank.instance()
-        for source in sources:
-            request_id, offer_id = self._offer(source)
-            self._send(source, Renew(request_id, offer_id, self._attempt, readers))
+    def say(self, effect: RenewLease | DeclineSource | SendReadFinished) -> None:
+        """Carry out an effect that is a word to some of them."""
+        match effect:
+            case RenewLease(sources=sources):
+                for source in sources:
+                    ids = self._offer(source)
+                    self._send(source, Renew(*ids, self._attempt, self._readers))
+            case DeclineSource(source=source):
+                ids = self._offer(source)
+                self._send(source, Decline(*ids, self._readers, "not needed"))
+            case SendReadFinished(source=source):
+                self._send(source, ReadFinished(*self._offer(source), self._attempt))
 
-    def finish_read(self, source: int) -> None:
-        """Tell one that its last byte has been read, and ask for its word."""
-        self._send(source, ReadFinished(*self._offer(source), self._attempt))
+    def decline(self, cause: FerryError | None, *, may_dial: bool) -> None:
+        """Free all of them; if that fails, their leases do. In the engine's nursery.
 
-    def decline(self, cause: FerryError | None) -> None:
-        """Free all of them at once, also those never reached; if that fails, their
-        leases do. Goes on in the engine's nursery."""
+        At once, not behind the drain, which may never end: what the reads still
+        bring is trusted by nobody, and the producer may as well reuse its blocks.
+
+        Args:
+            cause: Why; None if it is just not needed.
+            may_dial: Dial ranks that are not connected, rather than pass them over.
+        """
         detail = "not needed" if cause is None else type(cause).__name__
+        decline = partial(
+            self._services.peers.decline, self._ticket, detail, may_dial=may_dial
+        )
         self._services.nursery.start_soon(
-            partial(
-                guarded,
-                partial(self._services.peers.decline, self._ticket, detail),
-                on_failure=self._not_told,
-                log=self._log,
-            )
+            partial(guarded, decline, on_failure=self._not_told, log=self._log)
         )
 
     def _not_told(self, error: FerryError) -> None:
@@ -122,6 +140,8 @@ class Dialogue:
         match answer:
             case Confirmed():
                 self._feed(ConfirmArrived(source))
+            case OfferReady():
+                self._feed(SourceReady(source))
             case Refused():
                 self._fail(source, _REFUSALS[answer.reason]())
             case _:
@@ -141,5 +161,8 @@ _REFUSALS: dict[RefusedReason, Callable[[], FerryError]] = {
     RefusedReason.WITHDRAWN: lambda: OfferWithdrawn("the producer took the offer back"),
     RefusedReason.EXPIRED: lambda: LeaseExpired(
         "the producer did not hold the blocks until the last byte had been read"
+    ),
+    RefusedReason.NOT_READY: lambda: ProtocolViolation(
+        "the producer says that its blocks were read before it had computed them"
     ),
 }

@@ -1,27 +1,24 @@
-"""`open_engine` and `TransferEngine`: the nursery that holds everything together.
+"""`TransferEngine`: the public face, and the services of one rank behind it.
 
-Owned here: the order in which things start and end. The pump ends last, in a
-shielded scope, so that a drain always sees its transfers land, also when a
-cancellation comes from around the engine; the links end just before it, so that
-peers are told.
+Calls are checked here as far as that needs no peer; what they do is done in the
+services. How an engine begins and ends is in `kvferry.engine.opening`.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
-import secrets
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import structlog
 import trio
 
+from kvferry.engine.after import check_after
 from kvferry.engine.agents import Agents
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.handshake import Credentials
 from kvferry.engine.landing import LandingRequest, Landings
+from kvferry.engine.link import GOODBYE_S
 from kvferry.engine.listener import Listener
 from kvferry.engine.offer import Offer, Offers, ticket_spans
 from kvferry.engine.peers import Peers
@@ -33,17 +30,16 @@ from kvferry.engine.rearrange import Rearranger
 from kvferry.engine.services import Services
 from kvferry.engine.spans import Span
 from kvferry.engine.staging import Staging
-from kvferry.engine.streams import Streams, TcpStreams
 from kvferry.protocol.errors import (
     ConfigError,
     EngineClosed,
+    FerryError,
     FerryInternalError,
     MisuseError,
     ProtocolViolation,
     UnknownBlock,
 )
 from kvferry.protocol.handshake import Card
-from kvferry.protocol.identity import EngineKey
 from kvferry.protocol.notices import decode_notice
 from kvferry.protocol.ticket import Contact, RankAddress, Ticket
 
@@ -59,14 +55,11 @@ if TYPE_CHECKING:
     from kvferry.engine.link import Link
     from kvferry.engine.push import PushStream
     from kvferry.engine.report import PushReport, TransferReport
-    from kvferry.engine.streams import BoundListener
-    from kvferry.protocol.errors import FerryError
+    from kvferry.engine.streams import BoundListener, Streams
+    from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.link import LinkMessage
 
-__all__ = ("TransferEngine", "open_engine")
-
-GOODBYE_S = 1.0
-"""How long a closing engine waits for its goodbyes to leave."""
+__all__ = ("TransferEngine",)
 
 
 class TransferEngine:
@@ -106,7 +99,7 @@ class TransferEngine:
             config.secret,
             config.skip_groups,
         )
-        self._offers = Offers(key, config, self._pump, log=log)
+        self._offers = Offers(key, config, self._pump, nursery, log=log)
         self._staging = Staging(config, fabric)
         agents = Agents(fabric, log=log)
         self._peers = Peers(
@@ -147,12 +140,15 @@ class TransferEngine:
         blocks: Mapping[str, Sequence[int | None] | Span],
         *,
         num_tokens: int,
+        after: After | None = None,
     ) -> Offer:
         """Hold a request's blocks for one consumer to read.
 
-        The blocks must already hold the cache of the first ``num_tokens`` tokens,
-        and must not be written or freed until the offer has ended. There is no
-        waiting for a GPU stream yet: synchronise before.
+        The blocks must hold the cache of the first ``num_tokens`` tokens, now or when
+        ``after`` has completed, and must not be written then or freed until the
+        offer has ended. Transfers are not ordered with GPU streams: give an event
+        that was recorded behind the work that fills the blocks, or synchronise
+        before.
 
         Args:
             request_id: Unique among the open offers of this engine.
@@ -160,6 +156,11 @@ class TransferEngine:
                 plain list begins at token 0, ``None`` stands for a block that a
                 window dropped. For a state group, its slots.
             num_tokens: Tokens in the cache; a state has advanced exactly so far.
+            after: What must be over before a byte is read: a recorded
+                ``torch.cuda.Event``, or a callable that returns an awaitable, called
+                once in a task that is cancelled when the offer ends. The ticket is
+                good at once, and its lease runs meanwhile. If it fails, the offer is
+                withdrawn, and ``offer.cause`` says why.
 
         Returns:
             The offer, with its ticket.
@@ -170,15 +171,15 @@ class TransferEngine:
             MisuseError: As its detail says.
             EngineClosed: The engine is closing.
         """
-        self._check_open(request_id)
-        spans = {name: _span(given, first_token=0) for name, given in blocks.items()}
-        self._check_groups(spans, request_id)
-        return self._offers.open(
-            request_id,
-            ticket_spans(self._cache.layout, spans, num_tokens=num_tokens),
-            num_tokens=num_tokens,
-            address=self.address,
-        )
+        with _naming(request_id):
+            spans = self._spans(blocks, first_token=0, after=after)
+            return self._offers.open(
+                request_id,
+                ticket_spans(self._cache.layout, spans, num_tokens=num_tokens),
+                num_tokens=num_tokens,
+                address=self.address,
+                after=after,
+            )
 
     async def pull(
         self,
@@ -187,6 +188,7 @@ class TransferEngine:
         *,
         computed_tokens: int = 0,
         deadline_s: float | None = None,
+        after: After | None = None,
     ) -> TransferReport:
         """Read the cache that a ticket offers into our own blocks.
 
@@ -204,6 +206,10 @@ class TransferEngine:
                 nothing before this position is written.
             deadline_s: Seconds until the pull fails; ``pull_deadline_s`` of the
                 configuration by default.
+            after: What must be over before a byte is written, zeros included: a
+                recorded ``torch.cuda.Event`` behind the last work on the blocks, or
+                a callable that returns an awaitable, called once in a task that is
+                cancelled when the pull ends. If it fails, so does the pull.
 
         Returns:
             The report: coverage was proved, and the producer has confirmed that it
@@ -217,12 +223,12 @@ class TransferEngine:
                 deadline passed.
             EngineClosed: The engine is closing.
         """
-        self._check_open(ticket.request_id)
-        spans = self._destination(blocks, computed_tokens, ticket.request_id)
-        deadline_at = self._deadline(deadline_s, ticket.request_id)
-        return await self._pulls.run(
-            PullRequest(ticket, spans, computed_tokens, deadline_at)
-        )
+        with _naming(ticket.request_id, ticket.engine_id):
+            spans = self._spans(blocks, first_token=computed_tokens, after=after)
+            deadline_at = self._deadline_at(deadline_s)
+            return await self._pulls.run(
+                PullRequest(ticket, spans, computed_tokens, deadline_at, after)
+            )
 
     @property
     def contact(self) -> Contact:
@@ -278,23 +284,25 @@ class TransferEngine:
             TransferError: The producer gave up, or the deadline passed.
             EngineClosed: The engine is closing.
         """
+        ticket = source if isinstance(source, Ticket) else None
         contact = source.contact if isinstance(source, Ticket) else source
         if request_id is None:
-            if not isinstance(source, Ticket):
+            if ticket is None:
                 raise MisuseError("with a contact, say which request_id is expected")
-            request_id = source.request_id
-        self._check_open(request_id)
-        spans = self._destination(blocks, computed_tokens, request_id)
-        return await self._landings.run(
-            LandingRequest(
-                request_id,
-                contact,
-                spans,
-                computed_tokens,
-                self._deadline(deadline_s, request_id),
-                after,
+            request_id = ticket.request_id
+        with _naming(request_id, contact.engine_id):
+            spans = self._spans(blocks, first_token=computed_tokens, after=after)
+            return await self._landings.run(
+                LandingRequest(
+                    request_id,
+                    contact,
+                    spans,
+                    computed_tokens,
+                    self._deadline_at(deadline_s),
+                    None if ticket is None else ticket.num_tokens,
+                    after,
+                )
             )
-        )
 
     async def push(
         self,
@@ -368,35 +376,14 @@ class TransferEngine:
             IncompletePush: Something never became ready; it is named.
             FerryError: As in `push`.
         """
-        self._check_open(request_id)
-        spans = {name: _span(given, first_token=0) for name, given in blocks.items()}
-        self._check_groups(spans, request_id)
-        ticket_spans(self._cache.layout, spans, num_tokens=num_tokens)  # checks them
-        request = PushRequest(
-            request_id, spans, num_tokens, self._deadline(deadline_s, request_id)
-        )
+        with _naming(request_id):
+            spans = self._spans(blocks, first_token=0)
+            # Only for its checks: what may be offered may be pushed.
+            ticket_spans(self._cache.layout, spans, num_tokens=num_tokens)
+            deadline_at = self._deadline_at(deadline_s)
+            request = PushRequest(request_id, spans, num_tokens, deadline_at)
         async with self._pushes.stream(request) as stream:
             yield stream
-
-    def _destination(
-        self,
-        blocks: Mapping[str, Sequence[int | None] | Span],
-        computed_tokens: int,
-        request_id: str,
-    ) -> dict[str, Span]:
-        spans = {
-            name: _span(given, first_token=computed_tokens)
-            for name, given in blocks.items()
-        }
-        self._check_groups(spans, request_id)
-        self._check_free(spans, request_id)
-        return spans
-
-    def _deadline(self, deadline_s: float | None, request_id: str) -> float:
-        limit_s = self.config.pull_deadline_s if deadline_s is None else deadline_s
-        if math.isnan(limit_s):
-            raise MisuseError("a deadline that is no number", request_id=request_id)
-        return trio.current_time() + limit_s
 
     async def decline(self, ticket: Ticket) -> None:
         """Tell the producer that a ticket will not be read: it is freed at once.
@@ -405,8 +392,27 @@ class TransferEngine:
             PeerError: The producer could not be told; its lease will end the offer.
             EngineClosed: The engine is closing.
         """
-        self._check_open(ticket.request_id)
-        await self._peers.decline(ticket, "declined")
+        with _naming(ticket.request_id, ticket.engine_id, phase="declining"):
+            self._check_open()
+            await self._peers.decline(ticket, "declined")
+
+    def forget(self, peer: EngineKey | str) -> None:
+        """Let go of a peer now, for instance because its process is known to be gone.
+
+        Links to and from it end, its back-off is over, pulls from it fail (and drain
+        as ever), and offers that it was reading end as LOST. What is prepared for
+        transfers that are still in flight stays until these have settled. The peer
+        may come back at any time: it is dialled when the next ticket names it.
+
+        Args:
+            peer: One start of one rank, or the engine id of a whole instance.
+        """
+
+        def is_meant(key: EngineKey) -> bool:
+            return key.engine_id == peer if isinstance(peer, str) else key == peer
+
+        self._peers.forget(is_meant)
+        self._listener.forget(is_meant)
 
     def statistics(self) -> dict[str, int]:
         """Live resources and counters by name, for metrics and leak checks."""
@@ -419,6 +425,8 @@ class TransferEngine:
             "landings": len(self._landings),
             "peers": len(self._peers),
             "links": len(self._listener),
+            "dials": len(self._peers.dials),
+            "peers_held_back": self._peers.dials.held_back,
             "quarantine": len(self.quarantine),
             "unsettled_transfers": self._pump.unsettled,
             "staging_berths_taken": self._staging.taken_berths,
@@ -428,21 +436,45 @@ class TransferEngine:
             **{f"fabric_{k}": v for k, v in self._fabric.counts().items()},
         }
 
-    def _check_open(self, request_id: str) -> None:
-        if self._is_closing:
-            raise EngineClosed("the engine is closing", request_id=request_id)
+    def _deadline_at(self, deadline_s: float | None) -> float:
+        limit_s = self.config.pull_deadline_s if deadline_s is None else deadline_s
+        if math.isnan(limit_s):
+            raise MisuseError("a deadline that is no number")
+        return trio.current_time() + limit_s
 
-    def _check_groups(self, spans: Mapping[str, Span], request_id: str) -> None:
+    def _spans(
+        self,
+        blocks: Mapping[str, Sequence[int | None] | Span],
+        *,
+        first_token: int,
+        after: After | None = None,
+    ) -> dict[str, Span]:
+        """A request's blocks, after all checks that need no peer and no counts."""
+        self._check_open()
+        spans = {
+            name: _span(given, first_token=first_token)
+            for name, given in blocks.items()
+        }
+        self._check_groups(spans)
+        self._check_free(spans)
+        if after is not None:
+            check_after(after)
+        return spans
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise EngineClosed("the engine is closing")
+
+    def _check_groups(self, spans: Mapping[str, Span]) -> None:
         """Blocks are given for every group that is transferred, and for no other."""
         known = {g.name for g in self._cache.layout.groups} - self.config.skip_groups
         for name in sorted(known ^ spans.keys()):
             what = "no blocks were given for" if name in known else "there is no"
             raise UnknownBlock(
-                f"{what} group {name!r}; blocks are due for {sorted(known)}",
-                request_id=request_id,
+                f"{what} group {name!r}; blocks are due for {sorted(known)}"
             )
 
-    def _check_free(self, spans: Mapping[str, Span], request_id: str) -> None:
+    def _check_free(self, spans: Mapping[str, Span]) -> None:
         """A block that an earlier transfer may still write to holds nobody's cache."""
         if not self.quarantine:
             return
@@ -451,8 +483,7 @@ class TransferEngine:
             if held:
                 raise MisuseError(
                     f"group {name!r}: blocks {sorted(held)[:8]} are in quarantine;"
-                    " await engine.quarantine.wait_empty(), or give others",
-                    request_id=request_id,
+                    " await engine.quarantine.wait_free(group, ids), or give others"
                 )
 
     def _take_notice(self, notice: Notice) -> None:
@@ -519,155 +550,31 @@ class _Links:
         self._pushes = pushes
 
     def on_open(self, link: Link, card: Card) -> None:
+        self._offers.on_open(link, card)
         self._pushes.on_open(link, card)
 
     def on_message(self, link: Link, message: LinkMessage) -> None:
         if not self._pushes.on_message(link, message):
-            self._offers.handle(link, message)
+            self._offers.on_message(link, message)
 
     def on_end(self, link: Link, cause: FerryError) -> None:
+        self._offers.on_end(link, cause)
         self._pushes.on_end(link, cause)
+
+
+@contextmanager
+def _naming(
+    request_id: str, peer: str | None = None, *, phase: str = "new"
+) -> Iterator[None]:
+    """What fails before it has a context of its own names request, peer and phase."""
+    try:
+        yield
+    except FerryError as error:
+        error.request_id = error.request_id or request_id
+        error.peer = error.peer or peer
+        error.phase = error.phase or phase
+        raise
 
 
 def _span(given: Sequence[int | None] | Span, *, first_token: int) -> Span:
     return given if isinstance(given, Span) else Span(given, first_token)
-
-
-@asynccontextmanager
-async def open_engine(
-    config: EngineConfig,
-    cache: KVCache,
-    *,
-    fabric: Fabric | None = None,
-    streams: Streams | None = None,
-    logger: Any = None,  # noqa: ANN401 - structlog's own loggers are typed as Any
-) -> AsyncIterator[TransferEngine]:
-    """Open an engine around a cache; a trio async context manager.
-
-    Leaving it withdraws all offers, fails the pulls under way, drains their
-    transfers and says goodbye. Leave it before the process ends: an agent that
-    is destroyed under a transfer can take down the peer's process (nixl-facts
-    rows 7 and 23).
-
-    Args:
-        config: The configuration.
-        cache: The cache, which keeps its tensors alive; they must stay in place
-            until the engine is closed.
-        fabric: The transport; NIXL over UCX by default, for which a cache in
-            device memory makes its device this thread's current one. The engine
-            closes it.
-        streams: Where links come from; TCP by default.
-        logger: A structlog logger; by default one that writes to the standard
-            library's logger ``kvferry``, so that nothing is printed unasked.
-
-    Raises:
-        ConfigError: The engine cannot listen where it should.
-        MisuseError: The transport cannot register the cache's memory.
-    """
-    key = EngineKey(config.engine_id, secrets.token_hex(16), config.rank)
-    log = (logger or _standard_logger()).bind(engine=str(key))
-    streams = streams or TcpStreams()
-    fabric = fabric or _nixl(key, cache, log)
-    try:
-        fabric.register(cache.layout.regions)
-        with _ungrouped(nurseries=2):
-            pump_scope = trio.CancelScope(shield=True)
-            services = _Services()
-            async with trio.open_nursery() as pump_nursery:
-                try:
-                    async with trio.open_nursery() as outer:
-                        outer.start_soon(services.run)
-                        try:
-                            await services.opened.wait()
-                            engine = TransferEngine(
-                                config,
-                                key,
-                                cache,
-                                fabric,
-                                streams,
-                                services.nursery,
-                                log=log,
-                            )
-                            # Not with `start`: were it cancelled, it would wait for
-                            # the shielded task, and for ever.
-                            pump_nursery.start_soon(engine._run_pump, pump_scope)
-                            services.nursery.start_soon(engine._offers.sweep)
-                            await engine._listen(streams, services.nursery)
-                            log.info("engine_opened", address=engine.address)
-                            try:
-                                yield engine
-                            finally:
-                                await engine._shut_down()
-                        finally:
-                            services.scope.cancel()
-                finally:
-                    pump_scope.cancel()
-    finally:
-        fabric.close()
-        log.info("engine_closed")
-
-
-class _Services:
-    """A nursery for links, dials and what pulls leave to do.
-
-    In a task of its own and shielded, like the pump: a cancellation from around
-    the engine must take the links away neither from a pull that drains nor from
-    the words that tell a peer about it.
-    """
-
-    nursery: trio.Nursery
-
-    def __init__(self) -> None:
-        self.scope = trio.CancelScope(shield=True)
-        self.opened = trio.Event()
-
-    async def run(self) -> None:
-        """Keep the nursery open until the scope is cancelled."""
-        with self.scope:
-            async with trio.open_nursery() as self.nursery:
-                self.opened.set()
-                await trio.sleep_forever()
-
-
-@contextmanager
-def _ungrouped(*, nurseries: int) -> Iterator[None]:
-    """Let one error out as itself: the nurseries around it are our own business.
-
-    Without this an error that `pull` raises could not be caught by its type
-    around the engine. Several errors at once stay a group.
-    """
-    error: BaseException | None = None
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        error = group
-    if error is None:
-        return
-    for _ in range(nurseries):
-        if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
-    context = error.__context__
-    try:
-        raise error
-    finally:
-        error.__context__ = context  # and not the group that it was in
-
-
-def _standard_logger() -> Any:  # noqa: ANN401 - structlog's own loggers are typed as Any
-    return structlog.wrap_logger(
-        logging.getLogger("kvferry"),
-        processors=[
-            structlog.stdlib.filter_by_level,
-            structlog.processors.format_exc_info,
-            structlog.processors.KeyValueRenderer(key_order=["event"]),
-        ],
-        wrapper_class=structlog.stdlib.BoundLogger,
-    )
-
-
-def _nixl(key: EngineKey, cache: KVCache, log: FilteringBoundLogger) -> Fabric:
-    # Imported when needed: the bindings take seconds to load, and tests that
-    # bring a fabric of their own can do without.
-    from kvferry.engine.fabric.nixl import NixlFabric  # noqa: PLC0415
-
-    return NixlFabric(str(key), enter_device=cache.enter_device, log=log)

@@ -29,10 +29,12 @@ from kvferry.protocol.identity import EngineKey, compare, compare_layouts
 from kvferry.protocol.version import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvferry.engine.link import FramedStream
     from kvferry.protocol.identity import Difference
 
-__all__ = ("Credentials", "answer", "greet")
+__all__ = ("Credentials", "answer", "greet", "turn_away")
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,19 @@ async def greet(framed: FramedStream, ours: Credentials, wanted: EngineKey) -> C
     return card
 
 
-async def answer(framed: FramedStream, ours: Credentials) -> tuple[EngineKey, Card]:
+async def answer(
+    framed: FramedStream,
+    ours: Credentials,
+    *,
+    admit: Callable[[], RefusalReason | None] = lambda: None,
+) -> tuple[EngineKey, Card]:
     """The listener's side.
+
+    Args:
+        framed: The stream.
+        ours: What we show.
+        admit: Asked last, about a dialler with whom nothing is wrong: why there is
+            no place for it, if there is none.
 
     Returns:
         Who dialled, and its card.
@@ -121,6 +134,10 @@ async def answer(framed: FramedStream, ours: Credentials) -> tuple[EngineKey, Ca
     mine = ours.hello("")
     await framed.send(mine)
     card = await _introduced(framed, ours, (theirs, mine))
+    if reason := admit():
+        no_place = HandshakeRefused(f"no place for {hello.engine}: {reason.value}")
+        await _refuse(framed, reason, no_place)
+        raise no_place
     await framed.send(
         introduce(
             ours.card, role=Role.LISTENER, secret=ours.secret, hellos=(theirs, mine)
@@ -128,6 +145,17 @@ async def answer(framed: FramedStream, ours: Credentials) -> tuple[EngineKey, Ca
         limit_bytes=MAX_CARD_BYTES,
     )
     return hello.engine, card
+
+
+async def turn_away(framed: FramedStream, reason: RefusalReason) -> None:
+    """The listener's side when it has no place even for a handshake.
+
+    Raises:
+        PeerLost: The stream ended.
+    """
+    # Read first: closed with something unread, a TCP stream takes our words along.
+    await framed.receive()
+    await _refuse(framed, reason, HandshakeRefused("no place for a dialler now"))
 
 
 async def _introduced(

@@ -113,6 +113,7 @@ class LandingRequest:
     Attributes:
         contact: All ranks that may push.
         spans: Our blocks, by group.
+        num_tokens: Of the request, if a ticket has told.
         deadline_at: In `trio.current_time`.
     """
 
@@ -121,6 +122,7 @@ class LandingRequest:
     spans: Mapping[str, Span]
     computed_tokens: int
     deadline_at: float
+    num_tokens: int | None = None
     after: After | None = None
 
 
@@ -240,7 +242,10 @@ class _Landing:
 
     async def run(self) -> TransferReport:
         """To the one outcome: a report, an error, or the caller's cancellation."""
-        self._check_spans()
+        try:
+            self._check_spans()
+        except FerryError as error:
+            raise error.about(request_id=self._request.request_id) from error
         self._hold.enter_context(self._services.peers.holding(self._request.contact))
         try:
             with self._claims:
@@ -399,6 +404,8 @@ class _Landing:
                 cause = _ABORTED[reason](f"the producer gave up: {detail}")
                 self.feed(SourceFailed(source, self._about(source, cause)))
             case Revoked():
+                if source in self._asking:
+                    self._asking[source].cancel()
                 self.feed(SourceRevoked(source))
             case _:
                 pass  # registered: its lease runs on the producer's clock
@@ -416,6 +423,11 @@ class _Landing:
             self.feed(SourceFinished(source, answer.parts))
 
     def _check_finished(self, source: int, answer: Finished) -> None:
+        told = self._request.num_tokens
+        if told not in {None, answer.num_tokens}:
+            raise TransferFailed(
+                f"{answer.num_tokens} tokens are pushed, of {told} the ticket tells"
+            )
         if self._selection is None:
             self._num_tokens = answer.num_tokens
             self._selection = self._held_shares().select(
@@ -434,6 +446,9 @@ class _Landing:
             raise TransferFailed(
                 f"{answer.bytes} bytes were written where {wanted} were asked for"
             )
+        if (answer.parts > 0) != (wanted > 0):
+            # Else a source could be done without a single notice.
+            raise TransferFailed(f"{wanted} bytes do not come in {answer.parts} parts")
 
     def _held_shares(self) -> Shares:
         if self._shares is None:

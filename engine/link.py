@@ -1,11 +1,14 @@
 """`Link`: the authenticated stream that stays open between two connected ranks.
 
-Owns framing over a trio stream, a bounded queue outwards and the order of
-messages. What they mean is its owner's business: `run` hands each one over.
+Owns framing over a trio stream, a bounded queue outwards, the order of messages,
+and the silence: a peer that is not heard for too long is gone, also when its end
+of the stream never says so. What messages mean is the owner's business: `run`
+hands each one over.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -17,7 +20,7 @@ from kvferry.protocol.framing import (
     FrameDecoder,
     encode_frame,
 )
-from kvferry.protocol.link import Goodbye, decode_message, encode_message
+from kvferry.protocol.link import Goodbye, Ping, Pong, decode_message, encode_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +28,10 @@ if TYPE_CHECKING:
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.link import LinkMessage
 
-__all__ = ("FramedStream", "Link")
+__all__ = ("GOODBYE_S", "FramedStream", "Link")
+
+GOODBYE_S = 1.0
+"""How long a goodbye may take to leave."""
 
 QUEUE_FRAMES = 1024
 """Frames that wait to be sent. A peer that reads none of so many is as good as gone."""
@@ -77,15 +83,35 @@ class FramedStream:
 class Link:
     """One open link.
 
+    Each side asks by itself (`Ping`) after ``keepalive_s`` in which it heard
+    nothing, so that the two need not agree on any time.
+
+    Args:
+        framed: The stream, which the link closes.
+        peer: Who is at the other end.
+        keepalive_s: Seconds without a message until the peer is asked for one.
+        silence_s: Seconds without a message until the peer is taken for dead.
+
     Attributes:
         peer: Who is at the other end, as the handshake has proved.
     """
 
-    def __init__(self, framed: FramedStream, peer: EngineKey) -> None:
+    def __init__(
+        self,
+        framed: FramedStream,
+        peer: EngineKey,
+        *,
+        keepalive_s: float,
+        silence_s: float,
+    ) -> None:
         self.peer = peer
         self._framed = framed
+        self._keepalive_s = keepalive_s
+        self._silence_s = silence_s
+        self._heard_at = trio.current_time()
         self._outwards, self._queue = trio.open_memory_channel[bytes](QUEUE_FRAMES)
         self._flushed = trio.Event()
+        self._ended = trio.Event()
         self._scope = trio.CancelScope()
         self._cause: FerryError | None = None
 
@@ -125,12 +151,19 @@ class Link:
         self._scope.cancel()
 
     async def close(self, detail: str, *, within_s: float) -> None:
-        """Say goodbye, send what is queued, and end the link."""
+        """Say goodbye, send what is queued, and end the link once the peer has read it.
+
+        The peer hangs up then. A stream that is closed while the peer still writes
+        would take away what it has not read: that its blocks are safe, for one.
+        """
         if self._cause is None:
             with trio.move_on_after(within_s):
-                await self._outwards.send(encode_message(Goodbye(detail)))
-                self._outwards.close()
+                # Closed: another task is at it. Broken: the link has ended.
+                with suppress(trio.ClosedResourceError, trio.BrokenResourceError):
+                    await self._outwards.send(encode_message(Goodbye(detail)))
+                    self._outwards.close()
                 await self._flushed.wait()
+                await self._ended.wait()
         self.end(PeerLost("this side closed the link", peer=str(self.peer)))
 
     async def run(self, deliver: Callable[[LinkMessage], None]) -> FerryError:
@@ -148,9 +181,13 @@ class Link:
                 if self._cause is not None:
                     nursery.cancel_scope.cancel()
                 nursery.start_soon(self._write)
+                nursery.start_soon(self._watch)
                 await self._read(deliver)
         finally:
             self._cause = self._cause or PeerLost("cancelled", peer=str(self.peer))
+            self._flushed.set()  # or as good as that: nothing leaves any more
+            self._queue.close()
+            self._ended.set()
             with trio.CancelScope(shield=True):  # closing forcefully does not wait
                 await self._framed.aclose()
         return self._cause
@@ -161,10 +198,17 @@ class Link:
                 message = decode_message(
                     await self._framed.receive(limit_bytes=MAX_LINK_BYTES)
                 )
-                if isinstance(message, Goodbye):
-                    self.end(PeerLost(f"the peer said goodbye: {message.detail}"))
-                    return
-                deliver(message)
+                self._heard_at = trio.current_time()
+                match message:
+                    case Goodbye():
+                        self.end(PeerLost(f"the peer said goodbye: {message.detail}"))
+                        return
+                    case Ping():
+                        self._say(Pong())
+                    case Pong():
+                        pass
+                    case _:
+                        deliver(message)
         except FerryError as error:
             error.peer = str(self.peer)
             self.end(error)
@@ -177,3 +221,24 @@ class Link:
         except FerryError as error:
             error.peer = str(self.peer)
             self.end(error)
+
+    async def _watch(self) -> None:
+        """Ask a quiet peer whether it is there; end the link if it stays silent."""
+        while (now := trio.current_time()) < self._heard_at + self._silence_s:
+            quiet_at = self._heard_at + self._keepalive_s
+            if now >= quiet_at:
+                self._say(Ping())
+                quiet_at = now + self._keepalive_s
+            await trio.sleep_until(min(quiet_at, self._heard_at + self._silence_s))
+            # A process that was stopped itself first reads what has come meanwhile.
+            await trio.lowlevel.checkpoint()
+        self.end(
+            PeerLost(
+                f"nothing was heard of the peer for {self._silence_s} s",
+                peer=str(self.peer),
+            )
+        )
+
+    def _say(self, message: Ping | Pong) -> None:
+        with suppress(PeerLost):  # closing, or ended just now
+            self.post(message)

@@ -1,6 +1,8 @@
 """The handshake server: accepts diallers, and runs the links they open.
 
-Owns no offers and no memory: what a link brings goes to `on_message`.
+Owns no offers and no memory: a `LinkService` hears of every link's beginning, of
+what it brings, and of its end. Strangers have a bound of their own, so that they
+cannot take the places of those who prove the secret.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 import trio
 
 from kvferry.engine.guard import guarded
-from kvferry.engine.handshake import answer
+from kvferry.engine.handshake import answer, turn_away
 from kvferry.engine.link import FramedStream, Link
-from kvferry.protocol.errors import HandshakeRefused, PeerLost
+from kvferry.protocol.errors import EngineClosed, HandshakeRefused, PeerLost
+from kvferry.protocol.handshake import RefusalReason
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from structlog.typing import FilteringBoundLogger
 
     from kvferry.engine.config import EngineConfig
@@ -23,9 +28,16 @@ if TYPE_CHECKING:
     from kvferry.engine.streams import BoundListener
     from kvferry.protocol.errors import FerryError
     from kvferry.protocol.handshake import Card
+    from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.link import LinkMessage
 
 __all__ = ("LinkService", "Listener")
+
+TURN_AWAY_S = 1.0
+"""How long somebody for whom there is no place may take to hear so."""
+
+ACCEPT_AGAIN_S = 0.1
+"""After a failed accept; as for running out of file descriptors, which takes time."""
 
 
 class LinkService(Protocol):
@@ -61,7 +73,10 @@ class Listener:
         self._service = service
         self._log = log
         self._links: set[Link] = set()
-        self._serving = 0
+        self._admitted: set[FramedStream] = set()  # links, or so in a moment
+        self._diallers = 0  # not introduced yet
+        self._turned_away = 0  # hearing so now
+        self._is_closing = False
         self.refused = 0
 
     def __len__(self) -> int:
@@ -70,40 +85,106 @@ class Listener:
 
     async def run(self, bound: BoundListener) -> None:
         """Accept for ever; each dialler gets a task, and its failure ends it alone."""
-        await trio.serve_listeners(self._serve, [bound])
+        async with bound, trio.open_nursery() as nursery:
+            await guarded(
+                partial(self._accept, bound, nursery),
+                on_failure=self._lose_listener,
+                log=self._log,
+            )
+
+    async def _accept(self, bound: BoundListener, nursery: trio.Nursery) -> None:
+        while True:
+            try:
+                stream = await bound.accept()
+            except OSError as exc:
+                self._log.warning("accept_failed", error=str(exc))
+                await trio.sleep(ACCEPT_AGAIN_S)
+            except trio.ClosedResourceError as exc:
+                raise EngineClosed("somebody closed the listener") from exc
+            else:
+                nursery.start_soon(self._serve, stream)
+
+    def _lose_listener(self, error: FerryError) -> None:
+        """Nobody new can come; whoever is there is served on."""
+        self._log.error("listener_lost", error=str(error))
 
     async def close(self, *, within_s: float) -> None:
-        """Say goodbye on every link."""
+        """Say goodbye on every link, and take no new ones."""
+        self._is_closing = True
         async with trio.open_nursery() as nursery:
             for link in tuple(self._links):
                 nursery.start_soon(_close, link, within_s)
+
+    def forget(self, wanted: Callable[[EngineKey], bool]) -> None:
+        """End the links of these peers now."""
+        for link in tuple(self._links):
+            if wanted(link.peer):
+                link.end(PeerLost("this engine was told to forget the peer"))
 
     async def _serve(self, stream: trio.abc.Stream) -> None:
         def failed(error: FerryError) -> None:
             self.refused += 1
             self._log.warning("handshake_failed", error=str(error))
 
-        if self._serving >= self._config.max_links:
-            self._log.warning("link_refused", reason="max_links")
-            await trio.aclose_forcefully(stream)
-            return
-        self._serving += 1
         try:
             await guarded(
-                lambda: self._welcome(stream), on_failure=failed, log=self._log
+                partial(self._receive, FramedStream(stream)),
+                on_failure=failed,
+                log=self._log,
             )
         finally:
-            self._serving -= 1
             await trio.aclose_forcefully(stream)
 
-    async def _welcome(self, stream: trio.abc.Stream) -> None:
-        framed = FramedStream(stream)
+    async def _receive(self, framed: FramedStream) -> None:
+        if self._is_closing or self._diallers >= self._config.max_diallers:
+            await self._turn_away(framed)
+        else:
+            try:
+                key, card = await self._greet(framed)
+                await self._run_link(framed, key, card)
+            finally:
+                self._admitted.discard(framed)
+
+    async def _turn_away(self, framed: FramedStream) -> None:
+        """Say why, if not too many have to be told at once."""
+        reason = RefusalReason.CLOSING if self._is_closing else RefusalReason.BUSY
+        if self._turned_away < self._config.max_diallers:
+            self._turned_away += 1
+            try:
+                with trio.move_on_after(TURN_AWAY_S):
+                    await turn_away(framed, reason)
+            finally:
+                self._turned_away -= 1
+        raise HandshakeRefused(f"no place for a dialler: {reason.value}")
+
+    async def _greet(self, framed: FramedStream) -> tuple[EngineKey, Card]:
+        self._diallers += 1
         try:
             with trio.fail_after(self._config.handshake_timeout_s):
-                key, card = await answer(framed, self._ours)
+                return await answer(
+                    framed, self._ours, admit=partial(self._admit, framed)
+                )
         except trio.TooSlowError as exc:
             raise HandshakeRefused("the dialler took too long") from exc
-        link = Link(framed, key)
+        finally:
+            self._diallers -= 1
+
+    def _admit(self, framed: FramedStream) -> RefusalReason | None:
+        """Give a place to somebody who has proved the secret, or say why not."""
+        if self._is_closing:
+            return RefusalReason.CLOSING
+        if len(self._admitted) >= self._config.max_links:
+            return RefusalReason.BUSY
+        self._admitted.add(framed)
+        return None
+
+    async def _run_link(self, framed: FramedStream, key: EngineKey, card: Card) -> None:
+        link = Link(
+            framed,
+            key,
+            keepalive_s=self._config.keepalive_s,
+            silence_s=self._config.silence_s,
+        )
         self._links.add(link)
         self._log.info("link_opened", peer=str(key))
         cause: FerryError = PeerLost("the engine closed")
@@ -113,7 +194,7 @@ class Listener:
         finally:
             self._links.discard(link)
             self._service.on_end(link, cause)
-        self._log.info("link_ended", peer=str(key), cause=str(cause))
+            self._log.info("link_ended", peer=str(key), cause=str(cause))
 
 
 async def _close(link: Link, within_s: float) -> None:

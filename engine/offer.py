@@ -16,8 +16,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 import trio
 
+from kvferry.engine.after import check_after, is_over, wait_for
+from kvferry.engine.guard import guarded
 from kvferry.engine.pump import Cadence
 from kvferry.engine.spans import ABSENT, Placement, Side, Span, span_ids
 from kvferry.protocol.errors import (
@@ -30,6 +33,7 @@ from kvferry.protocol.errors import (
     UnknownBlock,
 )
 from kvferry.protocol.lifecycle.offer import (
+    BlocksComputed,
     ConfirmRead,
     EndOffer,
     OfferDeclined,
@@ -37,14 +41,17 @@ from kvferry.protocol.lifecycle.offer import (
     OfferState,
     OfferTicked,
     ReadEnded,
+    ReaderLost,
     RefuseReader,
     RenewArrived,
+    ReportReady,
     ReportRenewed,
     WithdrawRequested,
 )
 from kvferry.protocol.link import (
     Confirmed,
     Decline,
+    OfferReady,
     ReadFinished,
     Refused,
     RefusedReason,
@@ -58,9 +65,12 @@ if TYPE_CHECKING:
 
     from structlog.typing import FilteringBoundLogger
 
+    from kvferry.engine.after import After
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.link import Link
     from kvferry.engine.pump import Pump
+    from kvferry.protocol.errors import FerryError
+    from kvferry.protocol.handshake import Card
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.layout import CacheLayout, GroupLayout
     from kvferry.protocol.lifecycle.machine import Effect, Event
@@ -77,6 +87,12 @@ class OfferOutcome(enum.Enum):
 
     RELEASED = "released"
     """Every reader has read it, or has declined."""
+    LOST = "lost"
+    """A reader went away before it was done; others, if any, have read or declined.
+
+    Reads of it may still be in flight. They harm no one: that reader can never be
+    told that it succeeded, and what it reads now it cannot trust.
+    """
     EXPIRED = "expired"
     """Nobody renewed its lease."""
     WITHDRAWN = "withdrawn"
@@ -89,12 +105,18 @@ class _Held:
 
     Attributes:
         claims: On the pump's cadence, while blocks are held.
+        awaits: Around the wait for the producer's event.
+        cause: Why that failed.
+        readers: Where those that have accepted, or renewed, did so: link and attempt.
     """
 
     ticket: Ticket
     machine: OfferMachine
     claims: ExitStack = field(default_factory=ExitStack)
     ended: trio.Event = field(default_factory=trio.Event)
+    awaits: trio.CancelScope = field(default_factory=trio.CancelScope)
+    cause: FerryError | None = None
+    readers: dict[EngineKey, tuple[Link, int]] = field(default_factory=dict)
 
 
 class Offer:
@@ -116,6 +138,11 @@ class Offer:
     def outcome(self) -> OfferOutcome | None:
         """How it ended; None while it is open."""
         return _outcome(self._held.machine)
+
+    @property
+    def cause(self) -> FerryError | None:
+        """Why ``after`` failed, which has withdrawn the offer; None otherwise."""
+        return self._held.cause
 
     async def wait(self) -> OfferOutcome:
         """Wait for the end; cancelling the wait does not touch the offer.
@@ -161,17 +188,20 @@ class Offers:
         key: EngineKey,
         config: EngineConfig,
         pump: Pump,
+        nursery: trio.Nursery,
         *,
         log: FilteringBoundLogger,
     ) -> None:
         self._key = key
         self._config = config
         self._pump = pump
+        self._nursery = nursery
         self._log = log
         self._active: dict[str, _Held] = {}  # by request id
         self._ended: OrderedDict[str, _Held] = OrderedDict()  # by offer id
         self._deadlines: list[tuple[float, int, _Held]] = []
         self._order = itertools.count()  # ties in the heap
+        self._read_on: dict[Link, set[_Held]] = {}  # as in `_Held`, the other way
         self._changed = trio.Event()
         self.strays = 0
         """Messages about offers that nobody knows."""
@@ -187,13 +217,15 @@ class Offers:
         *,
         num_tokens: int,
         address: tuple[str, int] | None,
+        after: After | None = None,
     ) -> Offer:
-        """Hold blocks for a reader.
+        """Hold blocks for a reader, who may read them once ``after`` has completed.
 
         Raises:
             RequestInUse: The request has an open offer.
-            MisuseError: The engine has as many offers open as its config allows, or
-                the request id cannot be told to a consumer.
+            MisuseError: The engine has as many offers open as its config allows, the
+                request id cannot be told to a consumer, or ``after`` is nothing to
+                wait for.
             ConfigError: The engine has no listener: nobody could read.
         """
         if request_id in self._active:
@@ -209,15 +241,25 @@ class Offers:
             )
         if address is None:
             raise ConfigError("an engine with listen=None cannot offer")
-        machine = OfferMachine(now=trio.current_time(), lease_s=self._config.lease_s)
-        host, port = address
-        offer_id = secrets.token_hex(16)
-        offer = RankOffer(self._key.rank, self._key.generation, offer_id, host, port)
+        if after is not None:
+            check_after(after)
+        is_ready = after is None or is_over(after)
+        lease_s = self._config.lease_s
+        machine = OfferMachine(
+            now=trio.current_time(), lease_s=lease_s, is_ready=is_ready
+        )
+        offer = RankOffer(
+            self._key.rank,
+            self._key.generation,
+            secrets.token_hex(16),
+            *address,
+            ready=is_ready,
+        )
         ticket = Ticket(
             engine_id=self._key.engine_id,
             request_id=request_id,
             num_tokens=num_tokens,
-            lease_s=self._config.lease_s,
+            lease_s=lease_s,
             ranks=(offer,),
             spans=dict(spans),
         )
@@ -225,10 +267,23 @@ class Offers:
         held.claims.enter_context(self._pump.claim(Cadence.OFFERED))
         self._active[request_id] = held
         self._watch(held)
+        if after is not None and not is_ready:
+            self._nursery.start_soon(self._compute, held, after)
         self._log.info("offer_opened", request=request_id, tokens=num_tokens)
         return Offer(held, partial(self._step, held, WithdrawRequested()))
 
-    def handle(self, link: Link, message: LinkMessage) -> None:
+    def on_open(self, link: Link, card: Card) -> None:
+        """A reader has connected; it is met when it accepts a ticket."""
+
+    def on_end(self, link: Link, cause: FerryError) -> None:  # noqa: ARG002 - logged
+        """Free what a reader held that is gone (its pulls end with its link)."""
+        for held in self._read_on.pop(link, ()):
+            # Not if it has come back over another link since.
+            if held.readers.get(link.peer, (None, 0))[0] is link:
+                del held.readers[link.peer]
+                self._step(held, ReaderLost(link.peer))
+
+    def on_message(self, link: Link, message: LinkMessage) -> None:
         """Answer one message from a reader.
 
         Raises:
@@ -271,15 +326,38 @@ class Offers:
         self, held: _Held, event: Event, *, link: Link | None = None, attempt: int = 0
     ) -> None:
         """Let an event into an offer and carry out what follows."""
-        had_reader = held.machine.has_reader
+        was_read = held.machine.is_read
         for effect in held.machine.step(event, trio.current_time()):
             if isinstance(effect, EndOffer):
                 self._end(held)
+            elif isinstance(effect, ReportReady):
+                reader, its_attempt = held.readers[effect.reader]
+                self._answer(reader, OfferReady(held.ticket.request_id, its_attempt))
             elif link is not None:
+                if isinstance(effect, ReportRenewed):
+                    held.readers[effect.reader] = link, attempt
+                    self._read_on.setdefault(link, set()).add(held)
                 self._answer(link, self._message(held, effect, attempt))
-        if held.machine.has_reader and not had_reader and not held.ended.is_set():
+        if held.machine.is_read and not was_read and not held.ended.is_set():
             # Somebody reads now: over tcp their bytes move only when we look.
             held.claims.enter_context(self._pump.claim(Cadence.BUSY))
+
+    async def _compute(self, held: _Held, after: After) -> None:
+        """Wait for the producer's event, for as long as the offer is open."""
+
+        async def wait() -> None:
+            await wait_for(after)
+            self._step(held, BlocksComputed())
+
+        def failed(error: FerryError) -> None:
+            request_id = held.ticket.request_id
+            self._log.error("offer_not_computed", request=request_id, error=str(error))
+            if not held.ended.is_set():
+                held.cause = error.about(request_id=request_id)
+                self._step(held, WithdrawRequested())
+
+        with held.awaits:
+            await guarded(wait, on_failure=failed, log=self._log)
 
     def _expire_due(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -305,10 +383,16 @@ class Offers:
     def _end(self, held: _Held) -> None:
         ticket, machine = held.ticket, held.machine
         del self._active[ticket.request_id]
+        # Remembered without its blocks: a ticket may name a million.
+        held.ticket = msgspec.structs.replace(ticket, spans={})
         self._ended[_offer_id(held)] = held
         if len(self._ended) > ENDED_OFFERS:
             self._ended.popitem(last=False)
+        for link, _ in held.readers.values():
+            self._read_on.get(link, set()).discard(held)
         held.claims.close()
+        held.awaits.cancel()
+        held.readers.clear()
         held.ended.set()
         self._log.info(
             "offer_ended",

@@ -1,29 +1,29 @@
 """Remote ranks: who they are, the link to them, and everything prepared for them.
 
-One `Peer` owns everything known of one start of one rank, and one `Sources` what
-is prepared for reading from a set of them; forgetting a peer is one call. A peer
-that comes back at the same address is a new peer with a key of its own.
+One `Peer` owns everything known of one start of one rank; forgetting it is one
+call, also for whoever is let go because nobody has needed it for long. What is
+prepared of it goes when its last user ends. A peer that comes back at the same
+address is a new peer with a key of its own.
 """
 
 from __future__ import annotations
 
-import copy
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import random
+from collections import Counter
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import trio
 
+from kvferry.engine.dials import Dials
 from kvferry.engine.guard import guarded
-from kvferry.engine.handshake import greet
-from kvferry.engine.link import FramedStream, Link
-from kvferry.engine.plan import prepare_plan
+from kvferry.engine.link import GOODBYE_S, Link
+from kvferry.engine.sources import Preparer
 from kvferry.protocol.errors import (
     EngineClosed,
     FerryError,
-    FerryInternalError,
     MisuseError,
     PeerLost,
     PeerUnreachable,
@@ -35,6 +35,7 @@ from kvferry.protocol.link import (
     Confirmed,
     Decline,
     Finished,
+    OfferReady,
     Refused,
     Registered,
     Renewed,
@@ -42,26 +43,37 @@ from kvferry.protocol.link import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from structlog.typing import FilteringBoundLogger
 
     from kvferry.engine.agents import Agents
     from kvferry.engine.config import EngineConfig
-    from kvferry.engine.fabric.base import Fabric, Prepared
+    from kvferry.engine.fabric.base import Fabric
     from kvferry.engine.handshake import Credentials
-    from kvferry.engine.images import BulkSection
-    from kvferry.engine.plan import Plan
-    from kvferry.engine.sections import Rows, Section
+    from kvferry.engine.link import FramedStream
+    from kvferry.engine.sources import Sources
     from kvferry.engine.staging import Staging
     from kvferry.engine.streams import Streams
     from kvferry.protocol.handshake import Card
     from kvferry.protocol.link import LinkMessage
     from kvferry.protocol.ticket import Contact, RankAddress, RankOffer, Ticket
 
-__all__ = ("Answer", "Peer", "Peers", "Sources", "Subscriber")
+__all__ = ("Answer", "Peer", "Peers", "Subscriber")
 
-Answer = Confirmed | Refused | Renewed | Registered | Finished | Aborted | Revoked
+SWEEP_S = 60.0
+"""Back-offs that nobody cares for any more are looked for at least as often."""
+
+Answer = (
+    Confirmed
+    | OfferReady
+    | Refused
+    | Renewed
+    | Registered
+    | Finished
+    | Aborted
+    | Revoked
+)
 
 
 class Subscriber:
@@ -85,6 +97,8 @@ class Peer:
         link: The open link to it.
         agent: Its name in the fabric.
         strays: Answers to pulls that are not (or no longer) under way.
+        used_at: When somebody last needed it, in `trio.current_time`.
+        is_forgotten: It is not, or no longer, among those we know.
     """
 
     def __init__(self, key: EngineKey, card: Card, link: Link) -> None:
@@ -93,6 +107,8 @@ class Peer:
         self.link = link
         self.agent = ""
         self.strays = 0
+        self.used_at = trio.current_time()
+        self.is_forgotten = False
         self._subscribers: dict[int, Subscriber] = {}
 
     @property
@@ -131,33 +147,6 @@ class Peer:
             subscriber.on_lost(cause)
 
 
-@dataclass(eq=False)
-class Sources:
-    """A set of producer ranks, with a plan and its rows prepared.
-
-    Attributes:
-        peers: In the order in which waves number them.
-        prepared: By peer and section of its plan, those in bulk last, the two
-            sides: ours, theirs.
-        users: Pulls that may still make transfers of it, or have one in flight.
-        is_stale: One of its peers is gone: discard it when nobody uses it.
-    """
-
-    peers: tuple[Peer, ...]
-    plan: Plan[EngineKey]
-    prepared: list[list[tuple[Prepared, Prepared]]]
-    users: int = 0
-    is_stale: bool = False
-
-
-@dataclass
-class _Dial:
-    """One handshake under way, however many tasks wait for it."""
-
-    ended: trio.Event = field(default_factory=trio.Event)
-    error: FerryError | None = None
-
-
 class Peers:
     """All remote ranks that this engine reads from."""
 
@@ -175,23 +164,35 @@ class Peers:
     ) -> None:
         self._config = config
         self._ours = ours
-        self._fabric = fabric
         self._agents = agents
-        self._staging = staging
-        self._streams = streams
+        self._preparer = Preparer(
+            config, ours.card.layout, fabric, staging=staging, log=log
+        )
         self._nursery = nursery
         self._log = log
         self._peers: dict[EngineKey, Peer] = {}
-        self._dials: dict[EngineKey, _Dial] = {}
+        self._dials = Dials(
+            config,
+            ours,
+            streams,
+            nursery,
+            on_connected=self._connected,
+            rng=random.Random(ours.key.generation),  # noqa: S311 - no secret
+            log=log,
+        )
+        self._wanted: Counter[EngineKey] = Counter()  # by whoever dials now
         self._sources: dict[tuple[EngineKey, ...], Sources] = {}
         self._undiscarded: set[Sources] = set()
         self._is_closed = False
-        self.handshakes = 0
-        """Handshakes begun."""
 
     def __len__(self) -> int:
         """How many are connected."""
         return len(self._peers)
+
+    @property
+    def dials(self) -> Dials:
+        """How they are reached."""
+        return self._dials
 
     async def sources(self, ticket: Ticket) -> Sources:
         """Connect the ticket's ranks and prepare reading from them.
@@ -202,84 +203,124 @@ class Peers:
         Raises:
             PeerError: A rank cannot be reached, refuses, or is somebody else.
             ImpossiblePlan: The layouts cannot be paired.
+            MisuseError: As many peers as ``max_peers`` allows are in use.
             EngineClosed: The engine is closing.
         """
         offers = addressed(ticket)
-        await self._connect_all(offers)
         keys = tuple(key for key, _ in offers)
-        sources = self._sources.get(keys) or self._prepare(keys)
-        sources.users += 1
+        with self._wanting(keys):
+            await self._connect_all(offers)
+            sources = self._sources.get(keys) or self._prepare(keys)
+            sources.users += 1
         return sources
+
+    def holding(self, contact: Contact) -> AbstractContextManager[None]:
+        """Keep the ranks of a contact, once they are connected, while inside."""
+        return self._wanting([key for key, _ in addressed(contact)])
 
     async def connected(self, contact: Contact) -> tuple[Peer, ...]:
         """Connect all ranks of a contact.
 
         Raises:
             PeerError: A rank cannot be reached, refuses, or is somebody else.
+            MisuseError: As many peers as ``max_peers`` allows are in use.
             EngineClosed: The engine is closing.
         """
-        found = [
-            (EngineKey(contact.engine_id, address.generation, address.rank), address)
-            for address in contact.ranks
-        ]
-        await self._connect_all(found)
-        return self._known(tuple(key for key, _ in found))
+        ranks = addressed(contact)
+        await self._connect_all(ranks)
+        return self._known(tuple(key for key, _ in ranks))
 
     async def reach(self, key: EngineKey, address: RankAddress) -> Peer:
         """Connect one rank.
 
         Raises:
-            PeerError: It cannot be reached, refuses, or is somebody else.
+            PeerError: As in `connected`.
         """
         await self._connect(key, address)
         return self._known((key,))[0]
 
-    @contextmanager
-    def holding(self, contact: Contact) -> Iterator[None]:
-        """Keep these ranks while inside."""
-        yield
-
-    async def decline(self, ticket: Ticket, detail: str) -> None:
+    async def decline(
+        self, ticket: Ticket, detail: str, *, may_dial: bool = True
+    ) -> None:
         """Tell every rank of a ticket that it will not be read, or not further.
+
+        Args:
+            ticket: The ticket.
+            detail: Why.
+            may_dial: Dial ranks that are not connected, rather than pass them over.
 
         Raises:
             PeerError: A rank could not be told; its lease will end.
         """
+        offers = [
+            (key, offer)
+            for key, offer in addressed(ticket)
+            if may_dial or key in self._peers
+        ]
         errors: list[FerryError] = []
+        # After that nothing is held any more that could be freed.
+        limit_s = min(ticket.lease_s, self._config.pull_deadline_s)
 
         async def tell(key: EngineKey, offer: RankOffer) -> None:
             try:
-                await self._connect(key, offer)
-                (peer,) = self._known((key,))
-                peer.link.post(
-                    Decline(
-                        ticket.request_id,
-                        offer.offer_id,
-                        self._config.rank.instance(),
-                        detail[:1024],
-                    )
-                )
+                with trio.fail_after(limit_s):
+                    await self._connect(key, offer)
+                self._post_decline(ticket, key, offer, detail)
             except FerryError as error:
                 errors.append(error)
+            except trio.TooSlowError:
+                errors.append(PeerUnreachable("not told in time", peer=str(key)))
 
         # Each by itself: a rank that is gone must not keep the word from the others.
-        async with trio.open_nursery() as nursery:
-            for key, offer in addressed(ticket):
-                nursery.start_soon(tell, key, offer)
+        with self._wanting([key for key, _ in offers]):
+            async with trio.open_nursery() as nursery:
+                for key, offer in offers:
+                    nursery.start_soon(tell, key, offer)
         if errors:
             raise errors[0]
+
+    def _post_decline(
+        self, ticket: Ticket, key: EngineKey, offer: RankOffer, detail: str
+    ) -> None:
+        (peer,) = self._known((key,))
+        readers = self._config.rank.instance()
+        peer.link.post(
+            Decline(ticket.request_id, offer.offer_id, readers, detail[:1024])
+        )
 
     def leave(self, sources: Sources) -> None:
         """The caller makes no more transfers of these sources, and none is in flight."""
         sources.users -= 1
+        self._touch(sources.peers)
         self._discard_unused(sources)
+
+    async def sweep(self) -> None:
+        """Let go of whom nobody has needed for long, for ever (case e6)."""
+        while True:
+            now, idle_s = trio.current_time(), self._config.peer_idle_s
+            # Whoever is in use now can be due one idle time from now at the earliest.
+            due_at = now + min(idle_s, SWEEP_S)
+            for peer in self._idle():
+                if now >= peer.used_at + idle_s:
+                    self._let_go(peer, "nobody has needed the peer for long")
+                else:
+                    due_at = min(due_at, peer.used_at + idle_s)
+            self._dials.forget_old()
+            await trio.sleep_until(due_at)
+
+    def forget(self, wanted: Callable[[EngineKey], bool]) -> None:
+        """Let go of peers now; pulls from them fail, and drain as ever."""
+        self._dials.forget(wanted)
+        for peer in tuple(self._peers.values()):
+            if wanted(peer.key):
+                self._let_go(peer, "this engine was told to forget the peer")
 
     async def close(self, *, within_s: float) -> None:
         """Say goodbye to everybody, and take no new dials."""
         self._is_closed = True
         async with trio.open_nursery() as nursery:
             for peer in tuple(self._peers.values()):
-                nursery.start_soon(_close, peer.link, within_s)
+                nursery.start_soon(_close, peer.link, "the engine is closing", within_s)
 
     async def _connect_all(
         self, offers: Sequence[tuple[EngineKey, RankAddress | RankOffer]]
@@ -304,90 +345,87 @@ class Peers:
             raise errors[0]
 
     async def _connect(self, key: EngineKey, address: RankAddress | RankOffer) -> None:
-        """One handshake per peer, in a task of the engine's: a caller that gives up
-        does not take it from the others (case e4)."""
         if key in self._peers:
             return  # since the caller looked, by somebody else's dial
         if self._is_closed:
             raise EngineClosed("the engine is closing")
-        dial = self._dials.get(key)
-        if dial is None:
-            dial = self._dials[key] = _Dial()
-            self._nursery.start_soon(self._dial, key, address, dial)
-        await dial.ended.wait()
-        if dial.error is not None:
-            # A copy each: an exception raised in two tasks mixes their tracebacks.
-            raise copy.copy(dial.error) from dial.error
+        if key not in self._dials:
+            self._dials.check(key, address)
+            self._make_room()
+        await self._dials.reach(key, address)
 
-    async def _dial(
-        self, key: EngineKey, address: RankAddress | RankOffer, dial: _Dial
-    ) -> None:
-        self.handshakes += 1
-        where = f"{key}@{address.host}:{address.port}"
-        log = self._log.bind(peer=where)
+    def _make_room(self) -> None:
+        """Let the longest idle peer go, if there is no place for one more."""
+        if len(self._peers) + len(self._dials) < self._config.max_peers:
+            return
+        idle = self._idle()
+        if not idle:
+            raise MisuseError(
+                f"{len(self._peers)} peers are in use and {len(self._dials)} being"
+                " dialled, max_peers allows no more"
+            )
+        longest = min(idle, key=lambda peer: peer.used_at)
+        self._let_go(longest, "another peer takes its place")
 
-        def failed(error: FerryError) -> None:
-            error.peer = error.peer or where
-            error.phase = "connecting"
-            dial.error = error
-            log.warning("connect_failed", error=str(error))
+    def _idle(self) -> list[Peer]:
+        """Peers that no pull needs now, and no transfer that may still be in flight."""
+        used = {peer for s in self._undiscarded if s.users for peer in s.peers}
+        return [
+            peer
+            for peer in self._peers.values()
+            if peer not in used and peer.key not in self._wanted
+        ]
 
-        async def connect_and_serve() -> None:
-            peer = await self._greet(key, address)
-            log.info("peer_connected")
-            self._peers[key] = peer
-            self._settle(key, dial)
-            await self._serve(peer)
-
+    @contextmanager
+    def _wanting(self, keys: Sequence[EngineKey]) -> Iterator[None]:
+        """Keep these ranks while inside, and while some are still being dialled."""
+        self._wanted.update(keys)
         try:
-            await guarded(connect_and_serve, on_failure=failed, log=log)
-        except trio.Cancelled:
-            failed(EngineClosed("the engine closed"))
-            raise
+            yield
         finally:
-            self._settle(key, dial)
+            self._wanted -= Counter(keys)
+            self._touch(self._peers[key] for key in keys if key in self._peers)
 
-    def _settle(self, key: EngineKey, dial: _Dial) -> None:
-        if self._dials.get(key) is dial:
-            del self._dials[key]
-        dial.ended.set()
+    def _touch(self, peers: Iterable[Peer]) -> None:
+        now = trio.current_time()
+        for peer in peers:
+            peer.used_at = now
 
-    async def _greet(self, key: EngineKey, address: RankAddress | RankOffer) -> Peer:
-        try:
-            with trio.fail_after(self._config.connect_timeout_s):
-                stream = await self._streams.dial(address.host, address.port)
-                return await self._introduce(FramedStream(stream), key)
-        except OSError as exc:
-            raise PeerUnreachable(f"nobody answers: {exc}") from exc
-        except trio.TooSlowError as exc:
-            raise PeerUnreachable(
-                f"no handshake within {self._config.connect_timeout_s} s"
-            ) from exc
-
-    async def _introduce(self, framed: FramedStream, key: EngineKey) -> Peer:
-        try:
-            card = await greet(framed, self._ours, key)
-            peer = Peer(key, card, Link(framed, key))
-            peer.agent = self._agents.connect(card.metadata, peer)
-        except BaseException:
-            await framed.aclose()
-            raise
-        return peer
+    def _connected(self, key: EngineKey, card: Card, framed: FramedStream) -> None:
+        link = Link(
+            framed,
+            key,
+            keepalive_s=self._config.keepalive_s,
+            silence_s=self._config.silence_s,
+        )
+        peer = Peer(key, card, link)
+        peer.agent = self._agents.connect(card.metadata, peer)
+        self._peers[key] = peer
+        self._log.info("peer_connected", peer=str(key))
+        self._nursery.start_soon(self._serve, peer)
 
     async def _serve(self, peer: Peer) -> None:
         """Run the peer's link; whatever ends it, the peer is gone with it."""
-        cause: FerryError = EngineClosed("the engine closed")
+
+        async def run() -> None:
+            self._forget(peer, await peer.link.run(peer.deliver))
+
         try:
-            cause = await peer.link.run(peer.deliver)
-        except Exception as exc:
-            cause = FerryInternalError(f"the link's task failed: {exc}")
-            raise
+            await guarded(run, on_failure=partial(self._forget, peer), log=self._log)
         finally:
-            self._forget(peer, cause)
+            self._forget(peer, EngineClosed("the engine closed"))
+
+    def _let_go(self, peer: Peer, detail: str) -> None:
+        """Part with a peer that still lives."""
+        self._forget(peer, PeerLost(detail))
+        self._nursery.start_soon(_close, peer.link, detail, GOODBYE_S)
 
     def _forget(self, peer: Peer, cause: FerryError) -> None:
-        if self._peers.get(peer.key) is peer:
-            del self._peers[peer.key]
+        """Know the peer no more; what is prepared of it stays until its users end."""
+        if peer.is_forgotten:
+            return
+        peer.is_forgotten = True
+        del self._peers[peer.key]
         lost = PeerLost(cause.detail, peer=str(peer.key))
         lost.__cause__ = cause
         peer.lose(lost)
@@ -400,56 +438,9 @@ class Peers:
         self._log.info("peer_forgotten", peer=str(peer.key), cause=str(cause))
 
     def _prepare(self, keys: tuple[EngineKey, ...]) -> Sources:
-        peers = self._known(keys)
-        plan = self._plan(peers)
-        sources = Sources(peers, plan, [[] for _ in peers])
-        try:
-            for peer, pairs in zip(peers, sources.prepared, strict=True):
-                for section in plan.peers[peer.key].sections:
-                    rows = section.local_rows
-                    pairs.append(self._prepare_section(peer, section, rows))
-                for bulk in plan.peers[peer.key].bulk:
-                    rows = self._staging.rows(bulk)
-                    pairs.append(self._prepare_section(peer, bulk, rows))
-        except FerryError:
-            self._discard(sources)
-            raise
-        self._sources[keys] = sources
+        sources = self._sources[keys] = self._preparer.prepare(self._known(keys))
         self._undiscarded.add(sources)
         return sources
-
-    def _plan(self, peers: Sequence[Peer]) -> Plan[EngineKey]:
-        """Plan, without bulk landings if there is no memory for them."""
-        while True:
-            policy = self._staging.policy()
-            plan = prepare_plan(
-                self._ours.card.layout,
-                {peer.key: peer.card.layout for peer in peers},
-                reader=self._config.rank.tp,
-                skip_groups=self._config.skip_groups,
-                policy=policy,
-            )
-            try:
-                for peer in peers:
-                    self._staging.make_room(plan.peers[peer.key].bulk)
-            except MisuseError as error:
-                self._log.warning("no_staging", error=str(error))
-                self._staging.switch_off()
-            else:
-                return plan
-
-    def _prepare_section(
-        self, peer: Peer, section: Section | BulkSection, rows: Rows
-    ) -> tuple[Prepared, Prepared]:
-        ours = self._fabric.prepare(None, section.local_memory, rows)
-        try:
-            theirs = self._fabric.prepare(
-                peer.agent, section.remote_memory, section.remote_rows
-            )
-        except FerryError:
-            self._fabric.discard(ours)
-            raise
-        return ours, theirs
 
     def _known(self, keys: tuple[EngineKey, ...]) -> tuple[Peer, ...]:
         peers = tuple(self._peers.get(key) for key in keys)
@@ -461,15 +452,10 @@ class Peers:
     def _discard_unused(self, sources: Sources) -> None:
         if sources.users or not sources.is_stale:
             return
-        self._discard(sources)
+        self._preparer.discard(sources)
         self._undiscarded.discard(sources)
         for peer in sources.peers:
             self._disconnect_unused(peer)
-
-    def _discard(self, sources: Sources) -> None:
-        for prepared in chain.from_iterable(chain.from_iterable(sources.prepared)):
-            self._let_go(partial(self._fabric.discard, prepared))
-        sources.prepared.clear()
 
     def _disconnect_unused(self, peer: Peer) -> None:
         """Let the fabric forget its agent, once nothing of it is in use."""
@@ -479,21 +465,24 @@ class Peers:
         if all(other is not peer for other in peers):
             self._agents.let_go(peer.agent, peer)
 
-    def _let_go(self, call: Callable[[], None]) -> None:
-        """What the transport does not give back costs memory, and no request."""
-        try:
-            call()
-        except FerryError as error:
-            self._log.warning("let_go_failed", error=str(error))
+
+@overload
+def addressed(instance: Ticket) -> list[tuple[EngineKey, RankOffer]]: ...
 
 
-def addressed(ticket: Ticket) -> list[tuple[EngineKey, RankOffer]]:
-    """Every rank's offer of a ticket, and who holds it."""
+@overload
+def addressed(instance: Contact) -> list[tuple[EngineKey, RankAddress]]: ...
+
+
+def addressed(
+    instance: Ticket | Contact,
+) -> Sequence[tuple[EngineKey, RankOffer | RankAddress]]:
+    """Every rank of a ticket or a contact: who it is, and where it listens."""
     return [
-        (EngineKey(ticket.engine_id, offer.generation, offer.rank), offer)
-        for offer in ticket.ranks
+        (EngineKey(instance.engine_id, rank.generation, rank.rank), rank)
+        for rank in instance.ranks
     ]
 
 
-async def _close(link: Link, within_s: float) -> None:
-    await link.close("the engine is closing", within_s=within_s)
+async def _close(link: Link, detail: str, within_s: float) -> None:
+    await link.close(detail, within_s=within_s)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from kvferry.engine.after import wait_for
 from kvferry.engine.dialogue import Dialogue
 from kvferry.engine.drive import Driver
 from kvferry.engine.guard import guarded
@@ -34,6 +35,7 @@ from kvferry.protocol.lifecycle.pull import (
     CancelRequested,
     Connect,
     DeclineOffer,
+    DeclineSource,
     FinishEnded,
     FinishFailed,
     Planned,
@@ -46,8 +48,10 @@ from kvferry.protocol.lifecycle.pull import (
     QuarantineBlocks,
     ReclaimBlocks,
     RenewLease,
+    RoomTaken,
     RunFinish,
     SendReadFinished,
+    TakeRoom,
     WaveLost,
     WaveSettled,
 )
@@ -55,9 +59,10 @@ from kvferry.protocol.lifecycle.pull import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from kvferry.engine.peers import Sources
+    from kvferry.engine.after import After
     from kvferry.engine.selection import Selection
     from kvferry.engine.services import Services
+    from kvferry.engine.sources import Sources
     from kvferry.engine.waves import Wave
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.lifecycle.machine import Effect
@@ -80,12 +85,14 @@ class PullRequest:
     Attributes:
         spans: Our blocks, by group.
         deadline_at: In `trio.current_time`.
+        after: What must be over before the blocks are written.
     """
 
     ticket: Ticket
     spans: Mapping[str, Span]
     computed_tokens: int
     deadline_at: float
+    after: After | None = None
 
 
 class Pulls:
@@ -197,12 +204,12 @@ class _Pull:
                 self._start_task(self._connect)
             case AwaitBlocks():
                 self._await_blocks()
-            case RenewLease(sources=sources):
-                self._dialogue.renew(sources)
+            case RenewLease() | DeclineSource() | SendReadFinished():
+                self._dialogue.say(effect)
+            case TakeRoom():
+                self._take_room()
             case PostWave(wave=number):
                 self._held_reading().post(number)
-            case SendReadFinished(source=source):
-                self._dialogue.finish_read(source)
             case RunFinish():
                 self._is_finishing = True
                 self._services.nursery.start_soon(self._finish)
@@ -250,19 +257,35 @@ class _Pull:
             log=self._log,
         )
         self._plan_s = trio.current_time() - started_at
-        wave_sources = tuple(wave.source for wave in self._reading.waves)
-        self.feed(Planned(wave_sources, len(sources.peers)))
+        offers = self._ticket.ranks
+        self.feed(
+            Planned(
+                wave_sources=tuple(wave.source for wave in self._reading.waves),
+                sources=len(sources.peers),
+                unready=tuple(i for i, offer in enumerate(offers) if not offer.ready),
+            )
+        )
 
     def _await_blocks(self) -> None:
-        """Take room in the staging buffer if any is needed: no wave ever waits for it."""
-        if self._reading is not None and self._reading.needs_berth:
+        if self._request.after is None:
+            self.feed(BlocksReady())
+        else:
+            self._start_task(partial(self._await_event, self._request.after))
+
+    async def _await_event(self, after: After) -> None:
+        await wait_for(after)
+        self.feed(BlocksReady())
+
+    def _take_room(self) -> None:
+        """In the staging buffer if any is needed there: no wave ever waits for it."""
+        if self._held_reading().needs_berth:
             self._start_task(self._take_berth)
         else:
-            self.feed(BlocksReady())
+            self.feed(RoomTaken())
 
     async def _take_berth(self) -> None:
         await self._held_reading().take_berth()
-        self.feed(BlocksReady())
+        self.feed(RoomTaken())
 
     def _held_reading(self) -> Reading:
         if self._reading is None:
@@ -320,7 +343,9 @@ class _Pull:
         ).select({})
 
     def _decline(self) -> None:
-        self._dialogue.decline(self._machine.cause)
+        # A peer that was connected and is not any more has noticed the same: it is
+        # not dialled for this word.
+        self._dialogue.decline(self._machine.cause, may_dial=self._sources is None)
 
     def _quarantine(self) -> None:
         self._entry = QuarantineEntry(

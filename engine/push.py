@@ -73,7 +73,8 @@ if TYPE_CHECKING:
 __all__ = ("PushRequest", "PushStream", "Pushes")
 
 ENDED_PUSHES = 4096
-"""Ended pushes that are remembered, so that a late consumer learns of it at once."""
+"""Ended pushes that are remembered, so that a late consumer learns of it at once; and
+ended registrations, so that a late word about one is not taken for another."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class Pushes:
         self._waiting: dict[str, list[Delivery]] = {}
         self._active: dict[str, _Push] = {}
         self._ended: OrderedDict[str, float] = OrderedDict()
+        self._cleared: OrderedDict[tuple[EngineKey, int], None] = OrderedDict()
         self._idle = trio.Event()
         self._is_closing = False
         self.strays = 0
@@ -348,6 +350,9 @@ class Pushes:
             return
         # What is not known is not in flight.
         self._post(link, Revoked(message.request_id, message.attempt))
+        if (link.peer, message.attempt) in self._cleared:
+            return  # it was in a push before this one
+        self._note_cleared(link.peer, message.attempt)
         push = self._active.get(message.request_id)
         if push is not None:
             push.feed(ReaderDeclined(link.peer))
@@ -385,7 +390,13 @@ class Pushes:
         register = delivery.register
         self._deliveries.pop((delivery.reader, register.attempt), None)
         self._registered.discard((delivery.reader, register.request_id))
+        self._note_cleared(delivery.reader, register.attempt)
         self._note_idle()
+
+    def _note_cleared(self, reader: EngineKey, attempt: int) -> None:
+        self._cleared[reader, attempt] = None
+        if len(self._cleared) > ENDED_PUSHES:
+            self._cleared.popitem(last=False)
 
 
 class _Push:
@@ -467,6 +478,11 @@ class _Push:
             FerryError: The push has failed.
         """
         self._check_open()
+        if self._machine.state is not PushState.OPEN:
+            raise MisuseError(
+                "the push is committed: nothing more can become ready",
+                request_id=self.request.request_id,
+            )
         steps = self._readiness.add(layers, tokens)
         for reader in self._started:
             self._deliveries[reader].add(steps)
@@ -520,7 +536,8 @@ class _Push:
         scope.cancel()
 
     def _check_open(self) -> None:
-        if self._driver.is_over or self._machine.state is PushState.ENDING:
+        has_failed = self._driver.is_over and self._machine.state is not PushState.DONE
+        if has_failed or self._machine.state is PushState.ENDING:
             raise self._error()
 
     def _carry_out(self, effect: Effect) -> None:
@@ -567,7 +584,8 @@ class _Push:
         return error
 
     def _report(self) -> PushReport:
-        deliveries = self._deliveries.values()
+        # Not those that were refused.
+        deliveries = [d for d in self._deliveries.values() if d.has_landed]
         report = PushReport(
             request_id=self.request.request_id,
             peers=tuple(str(delivery.reader) for delivery in deliveries),

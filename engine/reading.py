@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from kvferry.engine.fabric.base import Fabric, Transfer
-    from kvferry.engine.peers import Sources
     from kvferry.engine.selection import Selection
     from kvferry.engine.services import Services
+    from kvferry.engine.sources import Sources
     from kvferry.engine.staging import Berth
     from kvferry.engine.waves import Wave
     from kvferry.protocol.errors import FerryError

@@ -28,7 +28,7 @@ class TransferReport:
         waves: Bounded posts that the runs were posted in.
         zeroed_tokens: Token slots that the finish stage zeroed, summed over groups.
         phases_s: Seconds spent in each state of the pull (``connecting``,
-            ``planned``, ``reading``, ``confirming``, ``finishing``), and of
+            ``planned``, ``queued``, ``reading``, ``confirming``, ``finishing``), and of
             ``connecting`` the part that planned, as ``plan``.
         skipped_groups: Groups that the configuration left out.
     """

@@ -376,6 +376,7 @@ class Selector:
         if first >= last:
             return None
         unit = key.unit_tokens
+        local.check_reach(first, last)
         tokens = np.arange(first, last, unit, dtype=np.int64)
         for side in (key.local, key.remote):
             if side.context.size > 1:
@@ -411,28 +412,38 @@ class Selector:
         the consumer has computed itself.
         """
         unit, last = key.unit_tokens, self._num_tokens
-        first = self._computed_tokens
+        first = earliest = self._computed_tokens
         window = self._groups[key.group].window
         if window is not None:
             reach = last - window + 1
             if reach >= last:
                 return (last, last)
             first = max(first, reach // unit * unit)
+            earliest = max(earliest, reach)
         if first % unit:
             raise ImpossiblePlan(
                 f"group {key.group!r}: computed_tokens {first} is not a multiple of"
                 f" {unit}, the tokens that both sides' blocks have in common"
             )
         last = -(-last // unit) * unit
-        return (first, last) if self._clip is None else self._clipped(first, last, unit)
+        if self._clip is None:
+            return first, last
+        return self._clipped(self._clip, (first, last), unit, earliest)
 
-    def _clipped(self, first: int, last: int, unit: int) -> tuple[int, int]:
+    def _clipped(
+        self, clip: Clip, wanted: tuple[int, int], unit: int, earliest: int
+    ) -> tuple[int, int]:
         """Units that are ready as a whole, and were not before.
 
-        The last one is when all of its wanted tokens are.
+        The first and the last one are when all of their wanted tokens are: those
+        before the earliest, or behind the request, nobody waits for.
         """
-        clip = self._clip or Clip((0, last), (0, last))
+        first, last = wanted
         (begin, end), (new_first, new_last) = clip
+        if new_last <= earliest:
+            return last, last
+        begin = begin if begin > earliest else 0
+        new_first = max(new_first, earliest)
         if end < self._num_tokens:
             last = min(last, end // unit * unit)
         first = max(first, -(-begin // unit) * unit, new_first // unit * unit)

@@ -64,16 +64,24 @@ class Shares:
             computed_tokens=computed_tokens,
             local=spans,
             remote={
-                name: self._any_blocks(name, num_tokens, len(spans[name].block_ids))
+                name: self._any_blocks(name, num_tokens, spans[name])
                 for name in self.plan.groups
             },
         )
 
-    def _any_blocks(self, name: str, num_tokens: int, slots: int) -> Span:
-        """We do not know the producers' blocks, and no count depends on which they are."""
-        group = self._remote_group(name)
+    def _any_blocks(self, name: str, num_tokens: int, ours: Span) -> Span:
+        """We do not know the producers' blocks, and no count depends on which they are.
+
+        ``num_tokens`` is a producer's word: what our own blocks cannot hold is not
+        made room for, and refused because of them.
+        """
+        count, group = len(ours.block_ids), self._remote_group(name)
         grain = group.block_size * group.context_size
-        return Span([0] * (-(-num_tokens // grain) if grain else slots))
+        if not grain:
+            return Span([0] * count)
+        mine = self.plan.groups[name]
+        room = ours.first_token + count * mine.block_size * mine.context_size
+        return Span([0] * (-(-min(num_tokens, room) // grain)))
 
     def _remote_group(self, name: str) -> GroupLayout:
         return next(

@@ -212,6 +212,19 @@ class Placement:
             )
         return cls(side, ids, first, group, name)
 
+    def check_reach(self, first: int, last: int) -> None:
+        """Refuse tokens far beyond the span before anything is made for each of them.
+
+        How many there are may be a peer's word. `units` looks at each, and knows
+        which of the last block's are here.
+
+        Raises:
+            UnknownBlock: ``last`` is more than a block behind the span.
+        """
+        end = self.first_token + self.ids.size * self.side.span_grain
+        if last - end > self.side.span_grain:
+            self._refuse(first, last, max(first, end))
+
     def units(self, tokens: Ids, unit_tokens: int) -> Ids:
         """Row place and kernel block of the units that begin at ``tokens``.
 
@@ -256,15 +269,17 @@ class Placement:
         return ids, slot if ids.size else 0
 
     def _refuse_outside(self, tokens: Ids, index: Ids) -> None:
-        first = self.first_token
-        last = first + self.ids.size * self.side.span_grain
         inside = (index >= 0) & (index < self.ids.size)
         missing = tokens[~inside]
+        self._refuse(int(tokens[0]), int(tokens[-1]) + 1, int(missing[0]))
+
+    def _refuse(self, first: int, last: int, missing: int) -> None:
+        end = self.first_token + self.ids.size * self.side.span_grain
         raise UnknownBlock(
-            f"group {self.group!r}: tokens [{int(tokens[0])}, {int(tokens[-1]) + 1}) and"
+            f"group {self.group!r}: tokens [{first}, {last}) and"
             f" what shares their units are needed, but the {self.name} span of"
-            f" {self.ids.size} blocks holds [{first}, {last}); token"
-            f" {int(missing[0])} is not in it"
+            f" {self.ids.size} blocks holds [{self.first_token}, {end}); token"
+            f" {missing} is not in it"
         )
 
     def _refuse_absent(self, tokens: Ids, index: Ids, ids: Ids) -> None:

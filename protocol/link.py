@@ -30,6 +30,9 @@ __all__ = (
     "Goodbye",
     "Landed",
     "LinkMessage",
+    "OfferReady",
+    "Ping",
+    "Pong",
     "ReadFinished",
     "Refused",
     "RefusedReason",
@@ -57,6 +60,8 @@ class RefusedReason(enum.Enum):
     SPENT = "spent"
     WITHDRAWN = "withdrawn"
     EXPIRED = "expired"
+    NOT_READY = "not_ready"
+    """A reader said that it had read what was still being computed."""
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
@@ -79,6 +84,16 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed", forbid_unknown_fields=
     request_id: RequestId
     attempt: Attempt
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+
+
+class OfferReady(
+    msgspec.Struct, frozen=True, tag="offer_ready", forbid_unknown_fields=True
+):
+    """Producer: the blocks hold their bytes now; told to a reader whose ticket says
+    that they do not, when it happens and after each of its later renewals."""
+
+    request_id: RequestId
+    attempt: Attempt
 
 
 class ReadFinished(
@@ -252,9 +267,18 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye", forbid_unknown_fields=
     detail: Detail = ""
 
 
+class Ping(msgspec.Struct, frozen=True, tag="ping", forbid_unknown_fields=True):
+    """Either side: I have heard nothing for a while; are you there?"""
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong", forbid_unknown_fields=True):
+    """Either side: I am here."""
+
+
 LinkMessage = (
     Renew
     | Renewed
+    | OfferReady
     | ReadFinished
     | Confirmed
     | Refused
@@ -269,6 +293,8 @@ LinkMessage = (
     | Revoke
     | Revoked
     | Goodbye
+    | Ping
+    | Pong
 )
 
 _encoder = msgspec.msgpack.Encoder()

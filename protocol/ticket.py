@@ -40,6 +40,8 @@ class RankOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         generation: Which start of the rank holds the blocks.
         offer_id: Which offer of the request: a second offer is another one.
+        ready: Whether the blocks held their bytes when the ticket was made. If not,
+            nothing may be read before the rank has said so on its link.
     """
 
     rank: Rank
@@ -47,6 +49,7 @@ class RankOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offer_id: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     port: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+    ready: bool = True
 
 
 class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,26 +1,29 @@
 """A `planning.Case` through real engines: every rank opened, offered, merged, pulled.
 
-Or pushed: whole, or in pieces by layer and by tokens. The stamp oracle of `tests.oracle` looks at the result; which fabric the bytes
+Or pushed, at once or in steps, into blocks that were registered before or after.
+
+The stamp oracle of `tests.oracle` looks at the result; which fabric the bytes
 crossed is its caller's choice.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 from contextlib import AsyncExitStack
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
-from kvferry.engine import EngineConfig, Rank, open_engine
-from kvferry.protocol import Contact, ModelIdentity, Ticket
+from kvferry.engine import EngineConfig, FerryError, Rank, open_engine
+from kvferry.protocol import ModelIdentity, Ticket
+from kvferry.protocol.ticket import Contact
 from tests.oracle import expect, fill_producer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from kvferry.engine import Span, TransferEngine, TransferReport
+    from kvferry.engine import TransferEngine, TransferReport
     from kvferry.engine.fabric import Fabric
     from kvferry.engine.streams import Streams
     from tests.oracle import RankPool
@@ -61,51 +64,19 @@ async def pulled(
     **settings: Any,
 ) -> tuple[list[str], TransferReport]:
     """The consumer's half."""
-
-    async def pull(engine: TransferEngine) -> TransferReport:
-        return await engine.pull(
+    consumer = case.consumer_pool()
+    rank = Rank(case.consumer_rank, case.consumer_tp)
+    config = EngineConfig(
+        engine_id="consumer", identity=IDENTITY, rank=rank, **settings
+    )
+    async with open_engine(
+        config, consumer.cache, fabric=fabric, streams=streams
+    ) as engine:
+        report = await engine.pull(
             ticket,
             case.request.local,
             computed_tokens=case.request.computed_tokens,
         )
-
-    rank = Rank(case.consumer_rank, case.consumer_tp)
-    return await _received(case, pull, fabric, streams, rank=rank, **settings)
-
-
-async def expected(
-    case: Case, contact: Contact, fabric: Fabric, streams: Streams | None
-) -> tuple[list[str], TransferReport]:
-    """The consumer's half of a push.
-
-    The case has one consumer rank, and a push waits for all that there are: it is
-    the only one of its instance, whatever part of the heads it holds.
-    """
-
-    async def expect_push(engine: TransferEngine) -> TransferReport:
-        return await engine.expect(
-            contact,
-            case.request.local,
-            request_id=REQUEST,
-            computed_tokens=case.request.computed_tokens,
-        )
-
-    return await _received(case, expect_push, fabric, streams)
-
-
-async def _received(
-    case: Case,
-    receive: Callable[[TransferEngine], Awaitable[TransferReport]],
-    fabric: Fabric,
-    streams: Streams | None,
-    **settings: Any,
-) -> tuple[list[str], TransferReport]:
-    consumer = case.consumer_pool()
-    config = EngineConfig(engine_id="consumer", identity=IDENTITY, **settings)
-    async with open_engine(
-        config, consumer.cache, fabric=fabric, streams=streams
-    ) as engine:
-        report = await receive(engine)
     slack = {name: unit - 1 for name, unit in case.units().items()}
     return expect(consumer, case.request, slack_tokens=slack), report
 
@@ -117,14 +88,91 @@ async def offered(
     streams: Streams | None,
 ) -> Ticket:
     """The producer's half: engines that stay open as long as the stack."""
-    producers = await _producers(case, stack, fabric, streams)
-    return Ticket.merge(
-        [_offer(case, *producer, number) for number, producer in enumerate(producers)]
-    )
+    tickets = [
+        _offer(case, engine, pool, number)
+        for number, (engine, pool) in enumerate(
+            await _opened(case, stack, fabric, streams)
+        )
+    ]
+    return Ticket.merge(tickets)
+
+
+def _offer(case: Case, engine: TransferEngine, pool: RankPool, number: int) -> Ticket:
+    held = {group.name for group in pool.cache.layout.groups}
+    spans = {n: span for n, span in case.request.remote.items() if n in held}
+    offer = engine.offer(REQUEST, spans, num_tokens=case.request.num_tokens)
+    # Only now: a request that must be refused may name blocks that are not there.
+    fill_producer(pool, case.request, seed=number)
+    return offer.ticket
+
+
+async def cross_pushed(
+    case: Case,
+    *,
+    fabric: Callable[[str], Fabric],
+    streams: Streams | None = None,
+    **consumer: Any,
+) -> tuple[list[str], list[FerryError]]:
+    """Push the case's request; what the oracle finds wrong, and every error of either side.
+
+    The case's seed says who comes first, and whether the producers push all at once
+    or in steps of layers and tokens in any order.
+
+    Args:
+        case, fabric, streams, consumer: As in `cross`.
+    """
+    rng = random.Random(case.seed)
+    errors: list[FerryError] = []
+    async with AsyncExitStack() as stack:
+        producers = await _opened(case, stack, fabric, streams)
+        target = case.consumer_pool()
+        rank = Rank(case.consumer_rank, case.consumer_tp)
+        config = EngineConfig(
+            engine_id="consumer", identity=IDENTITY, rank=rank, **consumer
+        )
+        decode = await stack.enter_async_context(
+            open_engine(
+                config, target.cache, fabric=fabric("consumer"), streams=streams
+            )
+        )
+        contact = Contact.merge(engine.contact for engine, _ in producers)
+        late_s = rng.choice((0.0, 0.02))  # of the landing; the pushes begin at 0.01
+
+        async def push(engine: TransferEngine, pool: RankPool, seed: int) -> None:
+            await trio.sleep(0.01)
+            try:
+                await _push(case, engine, pool, random.Random(seed))
+            except FerryError as error:
+                errors.append(error)
+                await trio.sleep(0.1)  # until the consumer knows, if it ever will
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for number, (engine, pool) in enumerate(producers):
+                if case.refusal is None:
+                    fill_producer(pool, case.request, seed=number)
+                nursery.start_soon(push, engine, pool, rng.random())
+            try:
+                await trio.sleep(late_s)
+                await decode.expect(
+                    contact,
+                    case.request.local,
+                    request_id=REQUEST,
+                    computed_tokens=case.request.computed_tokens,
+                )
+            except FerryError as error:
+                errors.append(error)
+                await trio.sleep(0.1)
+            # The other ranks of the consumer never come: the pushes would wait.
+            nursery.cancel_scope.cancel()
+    if errors:  # the request may name blocks that are not there
+        return [], errors
+    slack = {name: unit - 1 for name, unit in case.units().items()}
+    return expect(target, case.request, slack_tokens=slack), errors
 
 
 class Pushing(NamedTuple):
-    """The producer's half of a push, ready to go.
+    """The producer's half of a push between two processes.
 
     Attributes:
         contact: Of all ranks.
@@ -141,48 +189,78 @@ async def pushing(
     fabric: Callable[[str], Fabric],
     streams: Streams | None,
 ) -> Pushing:
-    """The producer's half of a push: engines that stay open as long as the stack."""
-    producers = await _producers(case, stack, fabric, streams)
+    """Engines that stay open as long as the stack, ready to push."""
+    producers = await _opened(case, stack, fabric, streams)
     for number, (_, pool) in enumerate(producers):
         fill_producer(pool, case.request, seed=number)
 
     async def run() -> None:
         async with trio.open_nursery() as nursery:
             for engine, pool in producers:
-                nursery.start_soon(_push, case, engine, pool)
+                nursery.start_soon(_push, case, engine, pool, random.Random(case.seed))
 
-    return Pushing(Contact.merge([engine.contact for engine, _ in producers]), run)
-
-
-async def _push(case: Case, engine: TransferEngine, pool: RankPool) -> None:
-    """Whole; by layers; or both by layers and by tokens, in a random order."""
-    spans = _held(case, pool)
-    tokens = case.request.num_tokens
-    async with engine.push_stream(REQUEST, spans, num_tokens=tokens) as stream:
-        if case.seed % 3 == 0:
-            await stream.ready()
-            return
-        rng = random.Random(case.seed)
-        layers = {f.layer: None for g in pool.cache.layout.groups for f in g.fields}
-        cuts = sorted(rng.sample(range(1, tokens), min(3, tokens - 1)))
-        if case.seed % 3 == 1:
-            cuts = []
-        pieces = [
-            (layer, (first, last))
-            for layer in layers
-            for first, last in itertools.pairwise((0, *cuts, tokens))
-        ]
-        rng.shuffle(pieces)
-        for layer, piece in pieces:
-            await stream.ready(layers=[layer], tokens=piece)
+    return Pushing(Contact.merge(engine.contact for engine, _ in producers), run)
 
 
-async def _producers(
+async def expected(
+    case: Case, contact: Contact, fabric: Fabric, streams: Streams | None
+) -> list[str]:
+    """The consumer's half; what the oracle finds wrong.
+
+    A push waits for all ranks of the consumer, and the case has one: here it is the
+    only one of its instance, whatever part of the heads it holds.
+    """
+    target = case.consumer_pool()
+    config = EngineConfig(engine_id="consumer", identity=IDENTITY)
+    async with open_engine(
+        config, target.cache, fabric=fabric, streams=streams
+    ) as engine:
+        await engine.expect(
+            contact,
+            case.request.local,
+            request_id=REQUEST,
+            computed_tokens=case.request.computed_tokens,
+        )
+    slack = {name: unit - 1 for name, unit in case.units().items()}
+    return expect(target, case.request, slack_tokens=slack)
+
+
+async def _push(
+    case: Case, engine: TransferEngine, pool: RankPool, rng: random.Random
+) -> None:
+    held = {group.name for group in pool.cache.layout.groups}
+    spans = {n: span for n, span in case.request.remote.items() if n in held}
+    last = case.request.num_tokens
+    how = rng.choice(("whole", "tokens", "layers", "both"))
+    async with engine.push_stream(REQUEST, spans, num_tokens=last) as stream:
+        for layers, tokens in _steps(rng, how, pool, last):
+            await stream.ready(layers=layers, tokens=tokens)
+            if rng.random() < 0.3:
+                await trio.sleep(0.003)
+
+
+def _steps(
+    rng: random.Random, how: str, pool: RankPool, last: int
+) -> list[tuple[list[str] | None, tuple[int, int] | None]]:
+    """Every layer's tokens, each once: in one step or in many, in any order."""
+    if how == "whole":
+        return [(None, None)]
+    edges = [0, *sorted(rng.sample(range(1, last), min(rng.randint(0, 3), last - 1)))]
+    chunks = list(pairwise([*edges, last])) if how != "layers" else [None]
+    names = {f.layer for g in pool.cache.layout.groups for f in g.fields}
+    layers = [[name] for name in sorted(names)] if how != "tokens" else [None]
+    steps = [(layer, chunk) for layer in layers for chunk in chunks]
+    rng.shuffle(steps)
+    return steps
+
+
+async def _opened(
     case: Case,
     stack: AsyncExitStack,
     fabric: Callable[[str], Fabric],
     streams: Streams | None,
 ) -> list[tuple[TransferEngine, RankPool]]:
+    """All ranks of the producer, open as long as the stack."""
     pools = case.producer_pools()
     found = []
     for number, pool in enumerate(pools.values()):
@@ -197,16 +275,3 @@ async def _producers(
         )
         found.append((engine, pool))
     return found
-
-
-def _offer(case: Case, engine: TransferEngine, pool: RankPool, number: int) -> Ticket:
-    spans = _held(case, pool)
-    offer = engine.offer(REQUEST, spans, num_tokens=case.request.num_tokens)
-    # Only now: a request that must be refused may name blocks that are not there.
-    fill_producer(pool, case.request, seed=number)
-    return offer.ticket
-
-
-def _held(case: Case, pool: RankPool) -> dict[str, Span]:
-    held = {group.name for group in pool.cache.layout.groups}
-    return {n: span for n, span in case.request.remote.items() if n in held}

@@ -351,11 +351,16 @@ class Request:
     computed_tokens: int = 0
 
 
-def fill_producer(pool: RankPool, request: Request, *, seed: int = 0) -> None:
-    """Garbage everywhere, then stamps where the request's tokens and states are."""
+def fill_garbage(pool: RankPool, *, seed: int = 0) -> None:
+    """Anything at all, everywhere."""
     rng = np.random.default_rng(seed)
     for base in pool.bases:
         base.numpy()[:] = rng.integers(0, 256, base.numel(), dtype=np.uint8)
+
+
+def fill_producer(pool: RankPool, request: Request, *, seed: int = 0) -> None:
+    """Garbage everywhere, then stamps where the request's tokens and states are."""
+    fill_garbage(pool, seed=seed)
     for group, layer, f, planes in pool.fields():
         span = request.remote[group.name]
         if group.is_state:
@@ -363,6 +368,22 @@ def fill_producer(pool: RankPool, request: Request, *, seed: int = 0) -> None:
             continue
         slots = pool.shapes[group.name].slots(span)
         _write_tokens(planes, layer, f, [s for s in slots if s[0] < request.num_tokens])
+
+
+def fill_ready(
+    pool: RankPool, request: Request, layer: str, tokens: tuple[int, int]
+) -> None:
+    """Stamps where the tokens ``[first, last)`` of a layer are; its states with the last."""
+    first, last = tokens
+    for group, at, f, planes in pool.fields():
+        span = request.remote[group.name]
+        if at != layer:
+            continue
+        if not group.is_state:
+            slots = pool.shapes[group.name].slots(span)
+            _write_tokens(planes, layer, f, [s for s in slots if first <= s[0] < last])
+        elif last == request.num_tokens:
+            _write_state(planes, layer, f, span.block_ids)
 
 
 def _write_tokens(
@@ -494,6 +515,50 @@ def execute(plan: Plan, selection: Selection) -> int:
                 ctypes.memmove(to, source, size)
                 moved += size
     return moved
+
+
+def write(plan: Plan, selection: Selection, written: Counts | None = None) -> int:
+    """The same, seen from the one producer rank of a plan, which writes.
+
+    Args:
+        plan: Made by `prepare_plan`; its selection is mirrored here.
+        selection: What to write.
+        written: Counts how often each byte of the consumer is written.
+    """
+    moved = 0
+    for key, parts in selection.peers.items():
+        for part in parts:
+            section = plan.peers[key].sections[part.index].mirrored()
+            mirrored = part.mirrored()
+            ours = _resolve(section.local_rows, mirrored.local_ids)
+            theirs = _resolve(section.remote_rows, mirrored.remote_ids)
+            for (source, size), (to, same) in zip(ours, theirs, strict=True):
+                assert size == same, "a pair of unequal runs"
+                ctypes.memmove(to, source, size)
+                moved += size
+                if written is not None:
+                    written.add(to, size)
+    return moved
+
+
+class Counts:
+    """How often each byte of a pool was written."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self._starts = [base.data_ptr() for base in pool.bases]
+        self.counts = [np.zeros(base.numel(), dtype=np.int64) for base in pool.bases]
+
+    def add(self, address: int, size: int) -> None:
+        for start, counts in zip(self._starts, self.counts, strict=True):
+            if start <= address < start + counts.size:
+                assert address + size <= start + counts.size
+                counts[address - start : address - start + size] += 1
+                return
+        raise AssertionError("written outside the pool")
+
+    @property
+    def most(self) -> int:
+        return max((int(counts.max(initial=0)) for counts in self.counts), default=0)
 
 
 def _resolve(rows: np.ndarray, ids: np.ndarray) -> list[tuple[int, int]]:

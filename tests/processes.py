@@ -12,14 +12,15 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ANSWER_S = 30.0
-"""Longest wait for an answer: a first import of the bindings takes seconds."""
+ANSWER_S = 60.0
+"""Longest wait for an answer: a first import takes seconds, on a busy machine many."""
 
 
 class ChildFailed(Exception):
@@ -43,6 +44,11 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def resident_bytes(self) -> int:
+        """Its memory in RAM."""
+        pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def tell(self, command: str, *args: Any) -> None:
         """Send a command; `hear` its answer later."""
@@ -95,6 +101,49 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self.reap()
+
+
+class Restartable(Child):
+    """A script that lives again and again, each life a fork of one loaded process.
+
+    So one that is killed is back at its address at once, and twenty restarts cost
+    one import. The script calls `live_again`; signals go to its present life.
+    """
+
+    def __init__(
+        self, script: Path, *args: str, env: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(script, *args, env=env)
+        self._life: int | None = None
+
+    def live(self, *args: str) -> Any:
+        """Begin a life; what it says first."""
+        self.tell("live", *args)
+        self._life = self.hear()
+        return self.hear()
+
+    def stop(self) -> None:
+        """SIGSTOP: it hangs, its connections stay."""
+        os.kill(self._life, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self._life, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until this life is gone."""
+        life, self._life = self._life, None
+        with suppress(ProcessLookupError):
+            os.kill(life, signal.SIGKILL)
+        self.hear()
+
+    def reap(self) -> None:
+        """End it and its life, however they are."""
+        if self._life is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._life, signal.SIGKILL)
+        if self._process.poll() is None:
+            super().kill()
+        super().reap()
 
 
 def _import_path() -> str:
@@ -150,3 +199,20 @@ def serve(
             answers.send(commands[name](*args))
         except Exception as exc:
             answers.fail(f"{type(exc).__name__}: {exc}")
+
+
+def live_again(answers: Answers, live: Callable[..., object]) -> None:
+    """In the child of a `Restartable`: a fork for each life, one at a time.
+
+    This process has no thread and no agent of its own, so a fork of it is as good as
+    new. It does not read while a life does.
+    """
+    answers.send("loaded")
+    while line := sys.stdin.readline():
+        life = os.fork()
+        if not life:
+            answers.send(os.getpid())
+            live(*json.loads(line)[1:])
+            os._exit(0)
+        os.waitpid(life, 0)
+        answers.send("ended")

@@ -40,14 +40,16 @@ LAYERS = (
     "engine.pump engine.waves engine.finish engine.staging engine.rearrange",
     "engine.agents engine.flight engine.drive engine.after",
     # others
-    "engine.link engine.handshake",
-    "engine.peers engine.listener engine.targets",
+    "engine.link engine.handshake engine.dials",
+    "engine.peers engine.sources engine.listener engine.targets",
     "engine.services",
     "engine.reading engine.dialogue engine.shares engine.delivery",
     # services
     "engine.offer engine.pull engine.push engine.landing",
     # face
     "engine.engine",
+    "engine.opening",
+    "engine.testing",
     "engine.__init__",
 )
 RANK = {name: i for i, line in enumerate(LAYERS) for name in line.split()}
@@ -65,16 +67,17 @@ THIRD_PARTY = {
     "engine.selection": {"numpy"},
     "engine.validity": set(),
     "engine.plan": {"numpy"},
-    "engine.after": {"trio", "torch"},
     "engine.explain": {"numpy", "msgspec"},
     "engine.fabric": {"trio", "numpy", "structlog"},
     "engine.fabric.nixl": {"trio", "numpy", "nixl", "structlog"},
+    "engine.after": {"trio", "torch"},
     "engine.finish": {"trio", "torch", "numpy", "structlog"},
     "engine.errors": set(),
     "engine.config": set(),
     "engine.cost": set(),
     "engine.images": {"numpy"},
     "engine.staging": {"trio", "torch", "numpy"},
+    "engine.testing": {"trio"},
     "engine.rearrange": {"trio", "torch"},
     "engine": {"trio", "structlog", "msgspec", "numpy"},
 }

@@ -71,7 +71,7 @@ class MemoryNetwork:
         seed: int = 0,
         latency_s: float = 0.001,
         bytes_per_s: float = 1e9,
-        faults: Iterable[Fault] = (),
+        faults: Faults | Iterable[Fault] = (),
     ) -> None:
         """Make a network without fabrics.
 
@@ -81,9 +81,9 @@ class MemoryNetwork:
             latency_s: Before the first piece of a transfer or a notice arrives;
                 each may take up to twice as long.
             bytes_per_s: Of each transfer.
-            faults: The first rules.
+            faults: The first rules, or what decides instead of rules.
         """
-        self.faults = Faults(faults)
+        self.faults = faults if isinstance(faults, Faults) else Faults(faults)
         self.closed_in_flight: list[str] = []
         self._now = now
         self._rng = np.random.default_rng(seed)
@@ -143,7 +143,14 @@ class MemoryNetwork:
 
     def may_touch(self, address: int, size: int) -> bool:
         """Whether bytes still under way would read or write there, frozen or not."""
-        return any(arrival.touches(address, size) for arrival in self._under_way())
+        return any(
+            arrival.reads(address, size) or arrival.writes(address, size)
+            for arrival in self._under_way()
+        )
+
+    def may_write(self, address: int, size: int) -> bool:
+        """Whether bytes still under way would land there, frozen or not."""
+        return any(arrival.writes(address, size) for arrival in self._under_way())
 
     # The rest is for the network's own fabrics.
 
@@ -460,8 +467,12 @@ class _Arrival:
         """Arrive."""
         raise NotImplementedError
 
-    def touches(self, address: int, size: int) -> bool:  # noqa: ARG002 - for the subclass
-        """Whether it reads or writes in a stretch of memory."""
+    def reads(self, address: int, size: int) -> bool:  # noqa: ARG002 - for the subclass
+        """Whether it reads from a stretch of memory."""
+        return False
+
+    def writes(self, address: int, size: int) -> bool:  # noqa: ARG002 - for the subclass
+        """Whether it writes to a stretch of memory."""
         return False
 
 
@@ -486,12 +497,15 @@ class _Pieces(_Arrival):
             ctypes.memmove(to, source, size)
         self.transfer.batches_left -= 1
 
-    def touches(self, address: int, size: int) -> bool:
-        sizes = self.copies[:, 2]
-        return any(
-            bool(((start < address + size) & (start + sizes > address)).any())
-            for start in (self.copies[:, 0], self.copies[:, 1])
-        )
+    def reads(self, address: int, size: int) -> bool:
+        return self._meets(self.copies[:, 1], address, size)
+
+    def writes(self, address: int, size: int) -> bool:
+        return self._meets(self.copies[:, 0], address, size)
+
+    def _meets(self, starts: npt.NDArray[np.uint64], address: int, size: int) -> bool:
+        ends = starts + self.copies[:, 2]
+        return bool(((starts < address + size) & (ends > address)).any())
 
 
 def _are_inside(rows: npt.NDArray[np.uint64], regions: Sequence[Region]) -> bool:

@@ -64,7 +64,7 @@ def _phases(phases_s: Mapping[str, float]) -> str:
     plan_s = phases_s.get("plan", 0.0)
     durations_s = {
         "handshake": phases_s.get("connecting", 0.0) - plan_s,
-        "plan": phases_s.get("planned", 0.0) + plan_s,
+        "plan": phases_s.get("planned", 0.0) + phases_s.get("queued", 0.0) + plan_s,
         "read": phases_s.get("reading", 0.0),
         "confirm": phases_s.get("confirming", 0.0),
         "finish": phases_s.get("finishing", 0.0),

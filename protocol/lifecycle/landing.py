@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kvferry.protocol.errors import (
     DeadlineExceeded,
     FerryError,
     FerryInternalError,
+    ProtocolViolation,
     PushAborted,
 )
 from kvferry.protocol.lifecycle.machine import (
@@ -34,6 +36,9 @@ from kvferry.protocol.lifecycle.machine import (
     Row,
     total_table,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = (
     "EVENTS",
@@ -217,7 +222,8 @@ class SendLanded(Effect, frozen=True):
 class SendRevoke(Effect, frozen=True):
     """Ask these sources for the blocks; each answers `SourceRevoked`.
 
-    One that cannot be reached is asked again until it answers.
+    One that cannot be reached is asked again for as long as it is among the
+    machine's `writers`; the others are asked once, to let them go.
     """
 
     sources: tuple[int, ...]
@@ -257,6 +263,11 @@ class _Source:
     def is_written(self) -> bool:
         """All that it had to write is there: it will not write again."""
         return self.parts is not None and len(self.arrived) == self.parts
+
+    def finish(self, parts: int) -> None:
+        """It has written so many; those beyond were never its own."""
+        self.parts = parts
+        self.arrived = {part for part in self.arrived if part < parts}
 
     @property
     def may_write(self) -> bool:
@@ -306,7 +317,9 @@ class LandingMachine(Machine[LandingState]):
                 return self._deadline_at
             case LandingState.REGISTERED:
                 return min(self._deadline_at, self._extend_at)
-            case LandingState.FINISHING | LandingState.REVOKING:
+            case LandingState.FINISHING:
+                return min(self._grace_at, self._extend_at)
+            case LandingState.REVOKING:
                 return self._grace_at
             case _:
                 return None
@@ -315,6 +328,10 @@ class LandingMachine(Machine[LandingState]):
     def writers(self) -> tuple[int, ...]:
         """Sources that may still write."""
         return tuple(i for i, s in enumerate(self._sources) if s.may_write)
+
+    def has_source(self, number: int) -> bool:
+        """Whether there is a source of this number."""
+        return 0 <= number < len(self._sources)
 
     @property
     def arrived(self) -> int:
@@ -339,7 +356,7 @@ class LandingMachine(Machine[LandingState]):
     def _arrive(self, event: PartArrived, now: float) -> _Decision:
         source = self._sources[event.source]
         most = self._max_parts if source.parts is None else source.parts
-        if event.part in source.arrived or event.part >= most:
+        if event.part in source.arrived or not 0 <= event.part < most:
             self.ignored += 1  # delivered twice, or made up
             return self.state, []
         source.arrived.add(event.part)
@@ -350,10 +367,22 @@ class LandingMachine(Machine[LandingState]):
         if source.parts is not None or source.is_safe:
             self.ignored += 1
             return self.state, []
-        source.parts = event.parts
-        # Parts beyond those it says there are were never its own.
-        source.arrived = {part for part in source.arrived if part < event.parts}
+        if not 0 <= event.parts <= self._max_parts:
+            return self._overrun(event, now)
+        source.finish(event.parts)
         return self._advance(now)
+
+    def _overrun(self, event: SourceFinished, now: float) -> _Decision:
+        """More parts than were counted: no word of its can be taken for an end."""
+        if self.state is LandingState.REVOKING:
+            self.ignored += 1  # it has to answer the revocation
+            return self.state, []
+        return self._fail(
+            ProtocolViolation(
+                f"a push in {event.parts} parts is over the limit of {self._max_parts}"
+            ),
+            now,
+        )
 
     def _advance(self, now: float) -> _Decision:
         """Go on when the last part of the last source is there."""
@@ -369,6 +398,7 @@ class LandingMachine(Machine[LandingState]):
 
     def _lose_source(self, event: SourceLost, now: float) -> _Decision:
         source = self._sources[event.source]
+        self.ignored += source.is_lost
         source.is_lost = True
         if not source.may_write:
             # It has written all: its part is done, whatever becomes of it.
@@ -377,10 +407,15 @@ class LandingMachine(Machine[LandingState]):
 
     def _source_revoked(self, event: SourceRevoked, now: float) -> _Decision:
         """A source that says so unasked has given up."""
-        self._sources[event.source].is_safe = True
+        self._set_safe(event.source)
         if self.state is LandingState.REVOKING:
             return self._revoked()
         return self._fail(PushAborted("the producer gave up without a word"), now)
+
+    def _set_safe(self, number: int) -> None:
+        source = self._sources[number]
+        self.ignored += source.is_safe
+        source.is_safe = True
 
     def _finish(self, _event: FinishEnded, _now: float) -> _Decision:
         return LandingState.DONE, [SendLanded()]
@@ -428,12 +463,14 @@ class LandingMachine(Machine[LandingState]):
         return LandingState.QUARANTINED, [QuarantineBlocks(self.writers)]
 
     def _fail_revoking(self, event: SourceFailed, _now: float) -> _Decision:
-        """Expected: it will say so once it has drained."""
-        self.ignored += event.source not in self.writers
+        """Expected: it will answer once it has drained."""
+        self.ignored += not self._sources[event.source].may_write
         return LandingState.REVOKING, []
 
     def _lose_revoking(self, event: SourceLost, _now: float) -> _Decision:
-        self._sources[event.source].is_lost = True
+        source = self._sources[event.source]
+        self.ignored += source.is_lost
+        source.is_lost = True
         return self._revoked()
 
     def _cancel_revoking(self, _event: CancelRequested, _now: float) -> _Decision:
@@ -449,14 +486,19 @@ class LandingMachine(Machine[LandingState]):
                 ),
                 now,
             )
-        if self.state is LandingState.REGISTERED and now >= self._extend_at:
-            self._extend_at = now + self._extend_every_s
-            return self.state, [SendExtend(self._all())]
-        return self.state, []
+        is_registered = self.state is LandingState.REGISTERED
+        return self.state, self._extended(now) if is_registered else []
+
+    def _extended(self, now: float) -> list[Effect]:
+        # Also those that have written all: they wait for `SendLanded`.
+        if now < self._extend_at:
+            return []
+        self._extend_at = now + self._extend_every_s
+        return [SendExtend(self._all())]
 
     def _tick_finishing(self, _event: LandingTicked, now: float) -> _Decision:
         if now < self._grace_at:
-            return LandingState.FINISHING, []
+            return LandingState.FINISHING, self._extended(now)
         self.cause = DeadlineExceeded("the finish stage did not end in its grace")
         self._is_finishing = True
         return LandingState.QUARANTINED, [
@@ -470,7 +512,7 @@ class LandingMachine(Machine[LandingState]):
         return LandingState.REVOKING, []
 
     def _reclaim(self, event: SourceRevoked, _now: float) -> _Decision:
-        self._sources[event.source].is_safe = True
+        self._set_safe(event.source)
         return self._reclaimed()
 
     def _reclaim_finished(
@@ -484,6 +526,26 @@ class LandingMachine(Machine[LandingState]):
         if self.writers or self._is_finishing:
             return LandingState.QUARANTINED, []
         return LandingState.RECLAIMED, [ReclaimBlocks()]
+
+
+_SourceEvent = PartArrived | SourceFinished | SourceFailed | SourceLost | SourceRevoked
+
+
+def _of_source(
+    decide: Callable[[LandingMachine, Any, float], _Decision],
+    targets: tuple[LandingState, ...],
+) -> Row:
+    """A row for what a source did; of a source that there is not, it is ignored."""
+
+    def decide_known(
+        machine: LandingMachine, event: _SourceEvent, now: float
+    ) -> _Decision:
+        if not machine.has_source(event.source):
+            machine.ignored += 1
+            return machine.state, []
+        return decide(machine, event, now)
+
+    return Row(decide_known, targets)
 
 
 _S = LandingState
@@ -509,20 +571,24 @@ LandingMachine.table = total_table(
         },
         _S.PLANNED: {
             BlocksReady: Row(_M._register, (_S.REGISTERED,)),
-            SourceFailed: Row(_M._fail_source, (_S.FAILED,)),
-            SourceLost: Row(_M._lose_source, (_S.FAILED,)),
+            SourceFailed: _of_source(_M._fail_source, (_S.PLANNED, _S.FAILED)),
+            SourceLost: _of_source(_M._lose_source, (_S.PLANNED, _S.FAILED)),
             LandingFailed: _FAIL,
             CancelRequested: _CANCEL,
             LandingTicked: Row(_M._tick, (_S.PLANNED, _S.FAILED)),
         },
         _S.REGISTERED: {
-            PartArrived: Row(_M._arrive, (_S.REGISTERED, _S.FINISHING)),
-            SourceFinished: Row(_M._finished, (_S.REGISTERED, _S.FINISHING)),
-            SourceFailed: Row(_M._fail_source, (_S.REVOKING, _S.FAILED)),
-            SourceLost: Row(
+            PartArrived: _of_source(_M._arrive, (_S.REGISTERED, _S.FINISHING)),
+            SourceFinished: _of_source(
+                _M._finished, (_S.REGISTERED, _S.FINISHING, _S.REVOKING)
+            ),
+            SourceFailed: _of_source(_M._fail_source, (_S.REGISTERED, _S.REVOKING)),
+            SourceLost: _of_source(
                 _M._lose_source, (_S.REGISTERED, _S.REVOKING, _S.QUARANTINED)
             ),
-            SourceRevoked: Row(_M._source_revoked, (_S.REVOKING, _S.FAILED)),
+            SourceRevoked: _of_source(
+                _M._source_revoked, (_S.REGISTERED, _S.REVOKING, _S.FAILED)
+            ),
             LandingFailed: Row(_M._fail_outside, (_S.REVOKING,)),
             CancelRequested: Row(_M._cancel, (_S.REVOKING,)),
             LandingTicked: Row(_M._tick, (_S.REGISTERED, _S.REVOKING)),
@@ -533,18 +599,18 @@ LandingMachine.table = total_table(
             LandingTicked: Row(_M._tick_finishing, (_S.FINISHING, _S.QUARANTINED)),
         },
         _S.REVOKING: {
-            PartArrived: Row(
+            PartArrived: _of_source(
                 _M._arrive, (_S.REVOKING, _S.FAILED, _S.CANCELLED, _S.QUARANTINED)
             ),
-            SourceFinished: Row(_M._finished, _REVOKED),
-            SourceFailed: Row(_M._fail_revoking, (_S.REVOKING,)),
-            SourceLost: Row(_M._lose_revoking, _REVOKED),
-            SourceRevoked: Row(_M._source_revoked, _REVOKED),
+            SourceFinished: _of_source(_M._finished, _REVOKED),
+            SourceFailed: _of_source(_M._fail_revoking, (_S.REVOKING,)),
+            SourceLost: _of_source(_M._lose_revoking, (_S.REVOKING, _S.QUARANTINED)),
+            SourceRevoked: _of_source(_M._source_revoked, _REVOKED),
             CancelRequested: Row(_M._cancel_revoking, (_S.REVOKING,)),
             LandingTicked: Row(_M._tick_revoking, (_S.REVOKING, _S.QUARANTINED)),
         },
         _S.QUARANTINED: {
-            SourceRevoked: Row(_M._reclaim, (_S.QUARANTINED, _S.RECLAIMED)),
+            SourceRevoked: _of_source(_M._reclaim, (_S.QUARANTINED, _S.RECLAIMED)),
             FinishEnded: Row(_M._reclaim_finished, (_S.QUARANTINED, _S.RECLAIMED)),
             FinishFailed: Row(_M._reclaim_finished, (_S.QUARANTINED, _S.RECLAIMED)),
         },

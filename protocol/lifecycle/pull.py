@@ -2,9 +2,10 @@
 
 ::
 
-    new -> connecting -> planned -> reading -> confirming -> finishing -> done
+    new -> connecting -> planned -> queued -> reading -> confirming -> finishing -> done
 
-    connecting, planned, reading, confirming -> draining
+    new -> planned -> finishing    a full prefix hit: nothing is read
+    connecting, planned, queued, reading, confirming -> draining
     draining -> failed | cancelled | quarantined -> reclaimed
 
 Owned here: "done" is reached only when every wave has settled and every source
@@ -40,6 +41,7 @@ __all__ = (
     "ConfirmArrived",
     "Connect",
     "DeclineOffer",
+    "DeclineSource",
     "FinishEnded",
     "FinishFailed",
     "Planned",
@@ -52,9 +54,12 @@ __all__ = (
     "QuarantineBlocks",
     "ReclaimBlocks",
     "RenewLease",
+    "RoomTaken",
     "RunFinish",
     "SendReadFinished",
     "SourceFailed",
+    "SourceReady",
+    "TakeRoom",
     "WaveLost",
     "WaveSettled",
 )
@@ -66,7 +71,9 @@ class PullState(enum.Enum):
     NEW = "new"
     CONNECTING = "connecting"
     PLANNED = "planned"
-    """Sources and waves are known; the caller's event has not come yet."""
+    """What is to be read is known; the caller's event, or a source's, has not come."""
+    QUEUED = "queued"
+    """Nothing is missing but room to land in; nobody waits for anything else in it."""
     READING = "reading"
     CONFIRMING = "confirming"
     """Every wave has settled; some source has not confirmed."""
@@ -109,16 +116,27 @@ class Planned(Event, frozen=True):
 
     Attributes:
         wave_sources: For each wave, in posting order, the index of its source.
-        sources: How many sources there are; one without waves is told that we
-            are done, so that it can release, but its word is not needed.
+        sources: How many sources there are; one without waves is let go at once.
+        unready: Sources whose blocks do not hold their bytes yet, by the ticket.
     """
 
     wave_sources: tuple[int, ...]
     sources: int
+    unready: tuple[int, ...] = ()
 
 
 class BlocksReady(Event, frozen=True):
     """The caller's event has come: the destination may be written."""
+
+
+class SourceReady(Event, frozen=True):
+    """The producer's event has come: the source's blocks hold their bytes."""
+
+    source: int
+
+
+class RoomTaken(Event, frozen=True):
+    """There is room for every wave to land in."""
 
 
 class WaveSettled(Event, frozen=True):
@@ -180,6 +198,8 @@ EVENTS: tuple[type[Event], ...] = (
     PullStarted,
     Planned,
     BlocksReady,
+    SourceReady,
+    RoomTaken,
     WaveSettled,
     WaveLost,
     ConfirmArrived,
@@ -208,6 +228,16 @@ class RenewLease(Effect, frozen=True):
 
 class AwaitBlocks(Effect, frozen=True):
     """Wait for the caller's event; answer `BlocksReady` or `PullFailed`."""
+
+
+class DeclineSource(Effect, frozen=True):
+    """Tell one source that nothing is read from it."""
+
+    source: int
+
+
+class TakeRoom(Effect, frozen=True):
+    """Take what room the waves need to land in; answer `RoomTaken` or `PullFailed`."""
 
 
 class PostWave(Effect, frozen=True):
@@ -269,6 +299,9 @@ class PullMachine(Machine[PullState]):
         self._grace_at = deadline_at
         self._is_cancelled = False
         self._is_finishing = False  # after the finish stage outran its grace
+        self._is_declined = False  # the whole offer
+        self._is_blocked = True  # by the caller's event
+        self._unready: set[int] = set()  # sources to be read that wait for theirs
         self._wave_sources: tuple[int, ...] = ()
         self._unsettled: set[int] = set()  # posted, may touch memory
         self._lost: set[int] = set()  # part of _unsettled
@@ -282,7 +315,7 @@ class PullMachine(Machine[PullState]):
         match self.state:
             case PullState.CONNECTING | PullState.CONFIRMING:
                 return self._deadline_at
-            case PullState.PLANNED | PullState.READING:
+            case PullState.PLANNED | PullState.QUEUED | PullState.READING:
                 return min(self._deadline_at, self._renew_at)
             case PullState.DRAINING | PullState.FINISHING:
                 return self._grace_at
@@ -296,39 +329,65 @@ class PullMachine(Machine[PullState]):
 
     # Decisions: each is one row's `decide` and runs inside `step` alone.
 
-    def _start(self, event: PullStarted, now: float) -> _Decision:
+    def _start(self, event: PullStarted, _now: float) -> _Decision:
         if event.has_work:
             return PullState.CONNECTING, [Connect()]
-        # Nothing was read, so nothing needs the fence: the producer is told in
+        # Nothing will be read, so nothing needs the fence: the producer is told in
         # the background, and whether that works changes nothing here (case p4).
-        return self._run_finish(now, [DeclineOffer()])
+        # Tails are zeroed all the same, and that waits for the caller's event.
+        return PullState.PLANNED, [*self._decline(), AwaitBlocks()]
+
+    def _decline(self) -> list[Effect]:
+        if self._is_declined:
+            return []
+        self._is_declined = True
+        return [DeclineOffer()]
 
     def _run_finish(self, now: float, effects: list[Effect]) -> _Decision:
         self._grace_at = now + self._grace_s
         return PullState.FINISHING, [*effects, RunFinish()]
 
     def _plan(self, event: Planned, now: float) -> _Decision:
-        sources = range(event.sources)
-        if not sources or not set(event.wave_sources) <= set(sources):
+        sources, read = range(event.sources), set(event.wave_sources)
+        if not sources or not read | set(event.unready) <= set(sources):
             raise FerryInternalError(
-                f"a plan of {event.sources} sources has waves of {event.wave_sources}"
+                f"a plan of {event.sources} sources has waves of {event.wave_sources},"
+                f" and {event.unready} are not ready"
             )
         self._wave_sources = event.wave_sources
         self._unread = [event.wave_sources.count(source) for source in sources]
-        self._needed = set(sources)
-        self._unconfirmed = set(event.wave_sources)
+        self._needed = set(read)
+        self._unconfirmed = set(read)
+        self._unready = read & set(event.unready)
         self._renew_at = now + self._renew_every_s
-        return PullState.PLANNED, [RenewLease(tuple(sources)), AwaitBlocks()]
+        others = [DeclineSource(source) for source in sources if source not in read]
+        return PullState.PLANNED, [*self._renew(), *others, AwaitBlocks()]
 
-    def _read(self, _event: BlocksReady, now: float) -> _Decision:
-        effects = [
-            effect
-            for source in range(len(self._unread))
-            for effect in self._ask(source)
-        ]
+    def _renew(self) -> list[Effect]:
+        return [RenewLease(tuple(sorted(self._needed)))] if self._needed else []
+
+    def _unblock(self, _event: BlocksReady, now: float) -> _Decision:
+        self.ignored += not self._is_blocked
+        self._is_blocked = False
+        return self._queue(now)
+
+    def _ready_source(self, event: SourceReady, now: float) -> _Decision:
+        if event.source not in self._unready:
+            self.ignored += 1  # told again, or not needed
+            return PullState.PLANNED, []
+        self._unready.discard(event.source)
+        return self._queue(now)
+
+    def _queue(self, now: float) -> _Decision:
+        """Room is taken last: whoever holds it waits for nobody."""
+        if self._is_blocked or self._unready:
+            return PullState.PLANNED, []
         if not self._wave_sources:
-            return self._run_finish(now, effects)
-        return PullState.READING, [*effects, *self._post()]
+            return self._run_finish(now, [])
+        return PullState.QUEUED, [TakeRoom()]
+
+    def _read(self, _event: RoomTaken, _now: float) -> _Decision:
+        return PullState.READING, self._post()
 
     def _ask(self, source: int) -> list[Effect]:
         """Ask the source whether it held on, if nothing of it is unread."""
@@ -405,7 +464,7 @@ class PullMachine(Machine[PullState]):
     def _end(self, now: float) -> _Decision:
         self._grace_at = now + self._grace_s
         state, effects = self._drained()
-        return state, [DeclineOffer(), *effects]
+        return state, [*self._decline(), *effects]
 
     def _drained(self) -> _Decision:
         """Where a drain stands: over, hopeless, or to be waited for."""
@@ -469,10 +528,10 @@ class PullMachine(Machine[PullState]):
                 ),
                 now,
             )
-        if self._needed and now >= self._renew_at:
-            self._renew_at = now + self._renew_every_s
-            return self.state, [RenewLease(tuple(sorted(self._needed)))]
-        return self.state, []
+        if now < self._renew_at:
+            return self.state, []
+        self._renew_at = now + self._renew_every_s
+        return self.state, self._renew()
 
     def _tick_draining(self, _event: PullTicked, now: float) -> _Decision:
         if now >= self._grace_at:
@@ -492,7 +551,7 @@ PullMachine.table = total_table(
     EVENTS,
     moves={
         _S.NEW: {
-            PullStarted: Row(_M._start, (_S.CONNECTING, _S.FINISHING)),
+            PullStarted: Row(_M._start, (_S.CONNECTING, _S.PLANNED)),
             CancelRequested: _CANCEL,
         },
         _S.CONNECTING: {
@@ -502,11 +561,19 @@ PullMachine.table = total_table(
             PullTicked: Row(_M._tick, (_S.CONNECTING, _S.FAILED)),
         },
         _S.PLANNED: {
-            BlocksReady: Row(_M._read, (_S.READING, _S.FINISHING)),
+            BlocksReady: Row(_M._unblock, (_S.PLANNED, _S.QUEUED, _S.FINISHING)),
+            SourceReady: Row(_M._ready_source, (_S.PLANNED, _S.QUEUED)),
             SourceFailed: Row(_M._fail_source, (_S.PLANNED, _S.FAILED)),
             PullFailed: _FAIL,
             CancelRequested: _CANCEL,
             PullTicked: Row(_M._tick, (_S.PLANNED, _S.FAILED)),
+        },
+        _S.QUEUED: {
+            RoomTaken: Row(_M._read, (_S.READING,)),
+            SourceFailed: Row(_M._fail_source, (_S.QUEUED, _S.FAILED)),
+            PullFailed: _FAIL,
+            CancelRequested: _CANCEL,
+            PullTicked: Row(_M._tick, (_S.QUEUED, _S.FAILED)),
         },
         _S.READING: {
             WaveSettled: Row(
@@ -547,10 +614,12 @@ PullMachine.table = total_table(
     },
     ignored={
         # A source that spoke too early, or an answer to what is already decided.
-        _S.CONNECTING: {ConfirmArrived, SourceFailed},
+        _S.CONNECTING: {ConfirmArrived, SourceFailed, SourceReady},
         _S.PLANNED: {ConfirmArrived},
+        _S.QUEUED: {ConfirmArrived, SourceReady},
+        _S.READING: {SourceReady},
         # Completions delivered again.
-        _S.CONFIRMING: {WaveSettled, WaveLost},
+        _S.CONFIRMING: {WaveSettled, WaveLost, SourceReady},
         # The bytes are proved: a peer that goes now, or a cancellation that the
         # caller's scope delivers anyway, changes nothing.
         _S.FINISHING: {
@@ -558,10 +627,19 @@ PullMachine.table = total_table(
             WaveLost,
             ConfirmArrived,
             SourceFailed,
+            SourceReady,
             PullFailed,
             CancelRequested,
         },
-        _S.DRAINING: {ConfirmArrived, SourceFailed, BlocksReady, Planned, PullFailed},
+        _S.DRAINING: {
+            ConfirmArrived,
+            SourceFailed,
+            SourceReady,
+            BlocksReady,
+            RoomTaken,
+            Planned,
+            PullFailed,
+        },
         _S.QUARANTINED: _LATE - {WaveSettled, FinishEnded, FinishFailed},
         **dict.fromkeys(OVER - {_S.QUARANTINED}, _LATE),
     },

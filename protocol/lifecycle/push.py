@@ -172,7 +172,8 @@ class PushMachine(Machine[PushState]):
 
     Args:
         deadline_at: When it fails if not every rank has landed.
-        grace_s: Longest time that the deliveries take to end.
+        grace_s: Longest time that the deliveries take to end; longer than the grace
+            that each of them has itself, which ends with what it holds in quarantine.
     """
 
     def __init__(self, *, deadline_at: float, grace_s: float) -> None:
@@ -200,12 +201,19 @@ class PushMachine(Machine[PushState]):
             case _:
                 return None
 
+    @property
+    def live(self) -> frozenset[EngineKey]:
+        """Readers whose deliveries have not ended; empty with the outcome.
+
+        Unless one has not answered in the grace: what it holds is not safe to reuse.
+        """
+        return frozenset(self._live)
+
     # Decisions: each is one row's `decide` and runs inside `step` alone.
 
     def _join(self, event: ReaderJoined, _now: float) -> _Decision:
         reader = event.reader
-        is_strange = self._instance not in {None, reader.engine_id}
-        if is_strange or reader.rank in self._joined:
+        if not self._is_awaited(reader):
             return self.state, [RefuseReader(reader)]
         self._instance = reader.engine_id
         if self._expected is None:
@@ -216,6 +224,17 @@ class PushMachine(Machine[PushState]):
         if self.state is PushState.COMMITTED:
             effects.append(CommitDelivery(reader))
         return self.state, effects
+
+    def _is_awaited(self, reader: EngineKey) -> bool:
+        """One of the instance's ranks, as the first of them listed them, and new.
+
+        A rank outside that list would be written to, and not be waited for.
+        """
+        return (
+            self._instance in {None, reader.engine_id}
+            and (self._expected is None or reader.rank in self._expected)
+            and reader.rank not in self._joined
+        )
 
     def _commit(self, event: CommitRequested, now: float) -> _Decision:
         if event.missing:
@@ -244,8 +263,7 @@ class PushMachine(Machine[PushState]):
         return self._fail(event.cause, now)
 
     def _decline(self, event: ReaderDeclined, now: float) -> _Decision:
-        is_strange = self._instance not in {None, event.reader.engine_id}
-        if is_strange or event.reader.rank in self._joined:
+        if not self._is_awaited(event.reader):
             self.ignored += 1
             return self.state, []
         return self._fail(PushRevoked(f"{event.reader} does not want it"), now)

@@ -147,7 +147,7 @@ async def test_one_of_two_pulls_that_share_a_dial_is_cancelled(autojump_clock) -
             await trio.sleep(1)
             world.streams.thaw(*address(prefill))
         assert scope.cancelled_caught
-        assert decode._peers.handshakes == 1
+        assert decode._peers.dials.handshakes == 1
         assert await first.wait() is OfferOutcome.RELEASED
     consumer.check([4], num_tokens=4)
 

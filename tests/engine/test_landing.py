@@ -336,7 +336,7 @@ async def test_a_pull_that_waits_for_room_can_be_ended(autojump_clock, how) -> N
             else:
                 with pytest.raises(DeadlineExceeded) as caught:
                     await pull(deadline_s=deadline_s)
-                assert caught.value.phase == "planned"
+                assert caught.value.phase == "queued"
             for berth in held:
                 decode._staging.give_back(berth)
             nursery.start_soon(pull_and_check, prefill, decode, pools, 1)

@@ -50,7 +50,9 @@ async def test_n1_renewed_for_120_s_and_then_freed_by_time(autojump_clock) -> No
 async def test_n1_a_consumer_that_falls_silent(autojump_clock) -> None:
     """Renewals stop at 40 s: alive then, freed 30 s after the last one."""
     world, producer, consumer = World(), Pool(), Pool()
-    async with world.pair(producer, consumer, lease_s=30.0, **SLOW) as (
+    # Left to the lease alone; the silence of a link would free it earlier.
+    times = {"lease_s": 30.0, "keepalive_s": 100.0, "silence_s": 200.0}
+    async with world.pair(producer, consumer, **times, **SLOW) as (
         prefill,
         decode,
     ):

@@ -18,6 +18,7 @@ from kvferry.engine import (
 )
 from kvferry.engine.fabric import Progress
 from kvferry.engine.fabric.faults import CallFault, TransferFault
+from kvferry.engine.opening import _KEPT
 from tests.kit import GROUP, Pool, World, address, agent, at_base, is_bare
 
 REUSED = 7.0
@@ -232,11 +233,15 @@ async def test_l6_the_consumer_leaves_with_transfers_in_flight(
             assert took_s == pytest.approx(2, abs=1.2)
             assert [entry["blocks"] for entry in undrained] == [{GROUP: OURS}]
             assert [entry["request"] for entry in undrained] == ["r"]
-            assert world.network.closed_in_flight == [agent(process.engine)]
+            kept = world.logged("agent_kept")
+            assert [entry["requests"] for entry in kept] == [["r"]]
+            assert prefill.engine.key.engine_id in kept[0]["peers"][0]
         else:
             assert took_s < 1.1
             assert not undrained
-            assert not world.network.closed_in_flight
+            assert not world.logged("agent_kept")
+        # Whatever happens, no agent is destroyed under a transfer.
+        assert not world.network.closed_in_flight
         if state == "alive":
             # It was told at once, and serves the next one.
             await trio.sleep(0.1)
@@ -247,7 +252,14 @@ async def test_l6_the_consumer_leaves_with_transfers_in_flight(
             at_base(prefill.engine)
             await prefill.leave()
         elif state == "stopped":
+            # The engine is gone, and the bytes land all the same: in memory that is
+            # still there, and still said not to be safe.
+            assert process.engine in _KEPT
+            assert process.engine.quarantine.blocks(GROUP) == set(OURS)
+            assert world.may_touch(consumer, OURS)
+            consumer.fill(OURS, REUSED)
             prefill.thaw()
+            assert not consumer.is_filled(OURS, REUSED)
             await prefill.leave()
     consumer.fill(OURS, REUSED)
     assert not world.may_touch(consumer, OURS)
@@ -268,6 +280,57 @@ async def test_l6_the_producer_leaves_while_it_is_read(autojump_clock) -> None:
         await trio.sleep(2)
         is_bare(process.engine)
         await process.leave()
+
+
+async def test_l6_the_producer_leaves_while_a_stopped_reader_reads(
+    autojump_clock,
+) -> None:
+    """It waits no longer than its goodbyes may take, and its agent had no transfers."""
+    world, producer, consumer = World(), Pool(), Pool()
+    async with trio.open_nursery() as nursery:
+        prefill = await world.start(nursery, "p", producer)
+        process = await world.start(nursery, "c", consumer, drain_grace_s=1.0)
+        world.network.faults.add(TransferFault(fabric="c-*", delay_s=1.0))
+        offer = offered(prefill.engine, producer)
+        nursery.start_soon(pull, process.engine, offer.ticket)
+        await trio.sleep(0.5)
+        world.network.freeze(agent(process.engine))
+        world.streams.freeze(*address(prefill.engine))
+        started = trio.current_time()
+        await prefill.leave()
+        assert trio.current_time() - started < 2
+        assert offer.outcome is OfferOutcome.WITHDRAWN
+        assert not [e for e in world.logged("agent_kept") if "p/" in e["engine"]]
+        world.network.thaw(agent(process.engine))
+        world.streams.thaw(*address(prefill.engine))
+        await trio.sleep(30)
+        is_bare(process.engine)
+        await process.leave()
+
+
+async def test_l6_what_was_in_quarantine_before(autojump_clock) -> None:
+    """Had its grace: the engine leaves at once, says what it leaves, and keeps it."""
+    world, producer, consumer = World(), Pool(), Pool()
+    async with trio.open_nursery() as nursery:
+        prefill = await world.start(nursery, "p", producer)
+        process = await world.start(nursery, "c", consumer, drain_grace_s=2.0)
+        world.network.faults.add(TransferFault(fabric="c-*", delay_s=60.0))
+        offer = offered(prefill.engine, producer)
+        error = await pull(process.engine, offer.ticket, deadline_s=1.0)
+        assert isinstance(error, DeadlineExceeded)
+        assert process.engine.quarantine.blocks(GROUP) == set(OURS)
+        started = trio.current_time()
+        await process.leave()
+        assert trio.current_time() - started < 0.1
+        (undrained,) = world.logged("closed_undrained")
+        assert undrained["blocks"] == {GROUP: OURS}
+        (kept,) = world.logged("agent_kept")
+        assert kept["agent"] == agent(process.engine)
+        assert kept["unsettled_transfers"] == 1
+        calls = world.network.faults.calls
+        assert calls[agent(process.engine), "close"] == 0
+        assert process.engine in _KEPT
+        await prefill.leave()
 
 
 async def test_a_closing_engine_takes_nothing_new(autojump_clock) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
+from functools import partial
+
 import pytest
 import trio
 import trio.testing
@@ -12,6 +16,8 @@ from kvferry.protocol.framing import MAX_LINK_BYTES, encode_frame
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.link import (
     Goodbye,
+    Ping,
+    Pong,
     Renew,
     Renewed,
     decode_message,
@@ -21,12 +27,19 @@ from kvferry.protocol.link import (
 PEER = EngineKey("p", "1", Rank())
 
 
+def linked(stream, *, keepalive_s=5.0, silence_s=20.0) -> Link:
+    """A link over a stream."""
+    return Link(
+        FramedStream(stream), PEER, keepalive_s=keepalive_s, silence_s=silence_s
+    )
+
+
 class Ends:
     """A link on one end of a pair of streams, and the bare other end."""
 
     def __init__(self, nursery) -> None:
         ours, self.theirs = trio.testing.memory_stream_pair()
-        self.link = Link(FramedStream(ours), PEER)
+        self.link = linked(ours)
         self.framed = FramedStream(self.theirs)
         self.heard = []
         self.ended = trio.Event()
@@ -70,7 +83,7 @@ async def test_a_peer_that_reads_nothing_ends_the_link(autojump_clock) -> None:
     """The queue is bounded: whoever fills it has lost the peer, at once and for good."""
     async with trio.open_nursery() as nursery:
         ours, _theirs = trio.testing.lockstep_stream_pair()
-        link = Link(FramedStream(ours), PEER)
+        link = linked(ours)
         ended = []
 
         async def run() -> None:
@@ -178,7 +191,7 @@ async def test_close_gives_up_on_a_peer_that_does_not_read(autojump_clock) -> No
     """Within its time."""
     async with trio.open_nursery() as nursery:
         ours, _theirs = trio.testing.lockstep_stream_pair()
-        link = Link(FramedStream(ours), PEER)
+        link = linked(ours)
         nursery.start_soon(link.run, lambda _message: None)
         link.post(renewed(1))
         started = trio.current_time()
@@ -189,7 +202,7 @@ async def test_close_gives_up_on_a_peer_that_does_not_read(autojump_clock) -> No
 async def test_ended_before_it_ran(autojump_clock) -> None:
     """The first cause stays, and nothing is sent."""
     ours, theirs = trio.testing.memory_stream_pair()
-    link = Link(FramedStream(ours), PEER)
+    link = linked(ours)
     link.post(renewed(1))
     link.end(PeerLost("first"))
     link.end(PeerLost("second"))
@@ -208,3 +221,181 @@ async def test_cancelled_from_outside(autojump_clock) -> None:
     with pytest.raises(PeerLost):
         ends.link.post(Renew("r", "o", 1, (Rank(),)))
     assert await ends.theirs.receive_some() == b""
+
+
+# Silence.
+
+
+async def heard_at(framed, started) -> tuple[object, float]:
+    """The next message, and when it came."""
+    message = decode_message(await framed.receive())
+    return message, trio.current_time() - started
+
+
+async def test_a_quiet_peer_is_asked_and_a_silent_one_is_gone(autojump_clock) -> None:
+    """Asked after each 5 s of quiet, given up at 20 s to the moment."""
+    async with trio.open_nursery() as nursery:
+        ends = Ends(nursery)
+        started = trio.current_time()
+        for asked in (5, 10, 15):
+            message, at = await heard_at(ends.framed, started)
+            assert (message, at) == (Ping(), pytest.approx(asked))
+        await ends.ended.wait()
+        assert trio.current_time() - started == pytest.approx(20)
+    assert isinstance(ends.cause, PeerLost)
+    assert "nothing was heard of the peer for 20.0 s" in str(ends.cause)
+    assert ends.cause.peer == str(PEER)
+
+
+@pytest.mark.parametrize("word", [renewed(1), Ping(), Pong()], ids=repr)
+async def test_any_word_breaks_the_silence(autojump_clock, word) -> None:
+    """Every message counts, and only what is meant for the owner is delivered."""
+    async with trio.open_nursery() as nursery:
+        ends = Ends(nursery)
+        for _ in range(10):
+            await trio.sleep(19)
+            await ends.framed.send(encode_message(word))
+        started = trio.current_time()
+        await trio.testing.wait_all_tasks_blocked()
+        assert ends.link.is_open
+        assert ends.heard == ([word] * 10 if isinstance(word, Renewed) else [])
+        await ends.ended.wait()
+        assert trio.current_time() - started == pytest.approx(20)
+
+
+async def test_half_a_message_breaks_no_silence(autojump_clock) -> None:
+    """A peer that drips bytes is not there."""
+    async with trio.open_nursery() as nursery:
+        ends = Ends(nursery)
+        started = trio.current_time()
+        frame = encode_frame(encode_message(Goodbye("x" * 99)), limit_bytes=999)
+        with suppress(trio.BrokenResourceError):
+            for byte in frame:
+                await ends.theirs.send_all(bytes([byte]))
+                await trio.sleep(1)
+        assert "nothing was heard" in str(ends.cause)
+        assert trio.current_time() - started == pytest.approx(20, abs=1)
+
+
+async def test_a_question_is_answered_at_once(autojump_clock) -> None:
+    """Once each, in order with everything else."""
+    async with trio.open_nursery() as nursery:
+        ends = Ends(nursery)
+        started = trio.current_time()
+        for number in range(3):
+            ends.link.post(renewed(number))
+            await ends.framed.send(encode_message(Ping()))
+            assert (await heard_at(ends.framed, started))[0] == renewed(number)
+            assert await heard_at(ends.framed, started) == (Pong(), 0)
+        nursery.cancel_scope.cancel()
+
+
+async def test_two_links_keep_each_other_alive(autojump_clock) -> None:
+    """For an hour, and whatever the other's times are."""
+    async with trio.open_nursery() as nursery:
+        ours, theirs = trio.testing.memory_stream_pair()
+        links = [linked(ours), linked(theirs, keepalive_s=1e6, silence_s=2e6)]
+        for link in links:
+            nursery.start_soon(link.run, lambda _message: pytest.fail("delivered"))
+        await trio.sleep(3600)
+        assert all(link.is_open for link in links)
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_slept_first_reads_what_came_meanwhile(autojump_clock) -> None:
+    """A process that was stopped past the silence does not blame its peers for it."""
+    frame = encode_frame(encode_message(renewed(1)), limit_bytes=999)
+    heard, links = [], []
+    async with trio.open_nursery() as nursery:
+        pairs = [socket.socketpair() for _ in range(2)]
+        for ours, _theirs in pairs:
+            stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+            links.append(linked(stream))
+            nursery.start_soon(links[-1].run, heard.append)
+        await trio.testing.wait_all_tasks_blocked()
+        # Sockets, so that the bytes and the timers show in one and the same look
+        # of the event loop, in any order: nothing runs between these lines.
+        for number in range(1, 11):
+            for _ours, theirs in pairs:
+                theirs.sendall(frame)
+            autojump_clock.jump(100.0)
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(heard) == 2 * number
+            assert all(link.is_open for link in links)
+        nursery.cancel_scope.cancel()
+    for _ours, theirs in pairs:
+        theirs.close()
+
+
+async def test_a_flood_of_questions_ends_the_link(autojump_clock) -> None:
+    """Who asks and does not read the answers fills the queue, and is gone."""
+    async with trio.open_nursery() as nursery:
+        ours, theirs = trio.testing.lockstep_stream_pair()
+        ends = []
+        question = encode_frame(encode_message(Ping()), limit_bytes=99)
+
+        async def run() -> None:
+            ends.append(await linked(ours).run(lambda _message: None))
+
+        async def flood() -> None:
+            with suppress(trio.BrokenResourceError):
+                while True:
+                    await theirs.send_all(question)
+
+        nursery.start_soon(run)
+        nursery.start_soon(flood)
+    assert "does not read" in str(ends[0])
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_close_does_not_outwait_the_link(autojump_clock, *, is_full) -> None:
+    """It returns when the link ends, whatever ends it, and not after its whole time."""
+    async with trio.open_nursery() as nursery:
+        ours, theirs = trio.testing.lockstep_stream_pair()
+        link = linked(ours)
+        nursery.start_soon(link.run, lambda _message: None)
+        await trio.testing.wait_all_tasks_blocked()
+        for number in range(QUEUE_FRAMES if is_full else 1):
+            link.post(renewed(number))
+        started = trio.current_time()
+
+        async def hang_up() -> None:
+            await trio.sleep(1)
+            await theirs.aclose()
+
+        nursery.start_soon(hang_up)
+        await link.close("done here", within_s=10.0)
+        assert trio.current_time() - started == pytest.approx(1)
+
+
+async def test_two_who_close_at_once_send_one_goodbye(autojump_clock) -> None:
+    """The second waits for the first, and cuts nothing off."""
+    async with trio.open_nursery() as nursery:
+        ours, theirs = trio.testing.lockstep_stream_pair()
+        link = linked(ours)
+        nursery.start_soon(link.run, lambda _message: None)
+        await trio.testing.wait_all_tasks_blocked()
+        link.post(renewed(1))
+        for why in ("first", "second"):
+            nursery.start_soon(partial(link.close, why, within_s=5.0))
+            await trio.testing.wait_all_tasks_blocked()
+        framed = FramedStream(theirs)
+        assert decode_message(await framed.receive()) == renewed(1)
+        assert decode_message(await framed.receive()) == Goodbye("first")
+        with pytest.raises(PeerLost):
+            await framed.receive()
+
+
+async def test_a_question_while_closing_is_harmless(autojump_clock) -> None:
+    """Nothing is answered behind a goodbye, and the goodbye still leaves."""
+    async with trio.open_nursery() as nursery:
+        ours, theirs = trio.testing.lockstep_stream_pair()
+        link = linked(ours)
+        nursery.start_soon(link.run, lambda _message: None)
+        link.post(renewed(1))
+        nursery.start_soon(partial(link.close, "done", within_s=5.0))
+        await trio.testing.wait_all_tasks_blocked()
+        framed = FramedStream(theirs)
+        await framed.send(encode_message(Ping()))
+        assert decode_message(await framed.receive()) == renewed(1)
+        assert decode_message(await framed.receive()) == Goodbye("done")

@@ -69,7 +69,8 @@ async def test_no_more_links_than_allowed(autojump_clock) -> None:
             await connected(world, prefill)
         await links[0].aclose()
         await trio.testing.wait_all_tasks_blocked()
-        await connected(world, prefill)
+        await connected(world, prefill, key=EngineKey("c", "3", Rank()))
+        await trio.testing.wait_all_tasks_blocked()
         assert prefill.statistics()["links"] == 3
 
 

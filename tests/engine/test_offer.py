@@ -116,6 +116,17 @@ async def test_ended_offers_are_forgotten_in_the_end(autojump_clock) -> None:
         assert first.outcome is OfferOutcome.RELEASED
 
 
+async def test_an_ended_offer_is_remembered_without_its_blocks(autojump_clock) -> None:
+    """Thousands are remembered, and a ticket may name a million blocks."""
+    producer = Pool()
+    async with World().engine("p", producer) as prefill:
+        offer = prefill.offer("r", producer.stamp([1], num_tokens=4), num_tokens=4)
+        offer.withdraw()
+        (held,) = prefill._offers._ended.values()
+        assert held.ticket.spans == {}
+        assert offer.ticket.spans[GROUP].block_ids == (1,)
+
+
 @pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan"), float("inf")])
 async def test_odd_deadlines_of_a_pull(autojump_clock, deadline_s) -> None:
     """One that has passed fails by name, none at all works, and no number is a misuse."""

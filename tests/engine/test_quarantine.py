@@ -65,7 +65,9 @@ async def test_waiting_ends_with_the_last_entry(autojump_clock) -> None:
     assert done == [True, True]
 
 
-async def test_a_scheduler_can_wait_for_the_blocks_that_it_wants(autojump_clock) -> None:
+async def test_a_scheduler_can_wait_for_the_blocks_that_it_wants(
+    autojump_clock,
+) -> None:
     """Of one group, and whatever else is still held; at once for blocks that are free."""
     quarantine = Quarantine()
     first = entry("a", {"full": (1, 2), "state": (5,)})

@@ -1,38 +1,66 @@
-"""The child of the tests of two engines: one engine over real NIXL, told what to do."""
+"""The child of the tests with processes: one engine over real NIXL, told what to do.
+
+It is given an engine's settings and a pool's on its command line; without them it
+loads everything and opens one engine after another (`tests.processes.Restartable`).
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import structlog
 import trio
 
-from kvferry.engine import EngineConfig, FerryError, open_engine
-from kvferry.protocol import Contact, ModelIdentity, Ticket
-from tests.kit import GROUP, IDENTITY, POISON, Pool
-from tests.processes import Answers
+import kvferry.engine.fabric.nixl  # noqa: F401 - seconds, before anything is timed
+from kvferry.engine import EngineConfig, Span, open_engine
+from kvferry.engine.fabric.base import Operation
+from kvferry.engine.waves import cut
+from kvferry.protocol import ModelIdentity, Ticket
+from tests.kit import GROUP, IDENTITY, Pool
+from tests.nixl.push_commands import PushCommands, told
+from tests.processes import Answers, live_again
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
-    from kvferry.engine import Offer, PushReport, TransferEngine, TransferReport
+    from kvferry.engine import Offer, TransferEngine
 
 
-class Told:
+@dataclass
+class Begun:
+    """A pull that runs while other commands are answered."""
+
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    ended: trio.Event = field(default_factory=trio.Event)
+    result: Any = None
+
+
+class Told(PushCommands):
     """The commands; each answers with something JSON can say."""
 
-    def __init__(self, engine: TransferEngine, pool: Pool) -> None:
-        self._engine = engine
-        self._pool = pool
+    def __init__(
+        self, engine: TransferEngine, pool: Pool, nursery: trio.Nursery
+    ) -> None:
+        super().__init__(engine, pool)
+        self._nursery = nursery
         self._offers: dict[str, Offer] = {}
-        self._scopes: dict[str, trio.CancelScope] = {}
+        self._begun: dict[str, Begun] = {}
 
-    async def offer(self, request_id: str, blocks: list[int], num_tokens: int) -> Any:
+    # The producer's side.
+
+    async def offer(
+        self, request_id: str, blocks: list[int], num_tokens: int, salt: int = 0
+    ) -> Any:
         """Stamp and offer; the ticket."""
-        given = self._pool.stamp(blocks, num_tokens=num_tokens)
-        offer = self._engine.offer(request_id, given, num_tokens=num_tokens)
+        self._pool.stamp(blocks, num_tokens=num_tokens, salt=salt)
+        return await self.offer_as_is(request_id, blocks, num_tokens)
+
+    async def offer_as_is(
+        self, request_id: str, blocks: list[int], num_tokens: int
+    ) -> Any:
+        """Offer whatever the blocks hold; the ticket."""
+        offer = self._engine.offer(request_id, {GROUP: blocks}, num_tokens=num_tokens)
         self._offers[request_id] = offer
         return offer.ticket.to_dict()
 
@@ -40,105 +68,142 @@ class Told:
         self._offers[request_id].withdraw()
 
     async def outcome(self, request_id: str) -> Any:
-        return (await self._offers[request_id].wait()).value
+        return (await self._offers.pop(request_id).wait()).value
+
+    async def reuse(self, request_id: str, blocks: list[int], value: float) -> Any:
+        """From now on: fill the blocks as soon as the offer has ended."""
+        offer = self._offers[request_id]
+
+        async def wait_and_fill() -> None:
+            await offer.wait()
+            self._pool.fill(blocks, value)
+
+        self._nursery.start_soon(wait_and_fill)
+
+    # The consumer's side.
 
     async def pull(self, ticket: Any, blocks: list[int], settings: Any) -> Any:
         """The report's numbers, or the error's name and fields."""
-        return await _told(
+        return await told(
             self._engine.pull(Ticket.from_dict(ticket), {GROUP: blocks}, **settings)
         )
 
-    async def contact(self) -> Any:
-        return self._engine.contact.to_dict()
-
-    async def expect(
-        self, request_id: str, contact: Any, blocks: list[int], settings: Any
-    ) -> Any:
-        """As `pull`. Cancelled, it refills what it was given back, with `FILLED`."""
-        with trio.CancelScope() as self._scopes[request_id]:
-            return await _told(
-                self._engine.expect(
-                    Contact.from_dict(contact),
-                    {GROUP: blocks},
-                    request_id=request_id,
-                    **settings,
-                )
-            )
-        held = self._engine.quarantine.blocks(GROUP)
-        free = [block for block in blocks if block not in held]
-        self._pool.fill(free, FILLED)
-        return {"given_back": free, "held": sorted(held)}
-
-    async def cancel(self, request_id: str) -> None:
-        """No answer of its own: `expect` answers."""
-        self._scopes[request_id].cancel()
-
-    async def push(self, request_id: str, blocks: list[int], num_tokens: int) -> Any:
-        """Push whatever is in the blocks; see `stamp`."""
-        return await _told(
-            self._engine.push(request_id, {GROUP: blocks}, num_tokens=num_tokens)
-        )
-
-    async def stream(
-        self, request_id: str, blocks: list[int], num_tokens: int, chunk: int
-    ) -> Any:
-        """Push chunk by chunk, layer by layer; a layer is stamped when it is its turn."""
-        self._pool.stamp(blocks, num_tokens=num_tokens)
-        stamped = [tensor.clone() for tensor in self._pool.tensors]
-        await self.wipe()
-        return await _told(self._stream(request_id, blocks, num_tokens, chunk, stamped))
-
-    async def _stream(
+    async def begin(
         self,
-        request_id: str,
+        ticket: Any,
         blocks: list[int],
-        num_tokens: int,
-        chunk: int,
-        stamped: list[Any],
-    ) -> PushReport:
-        async with self._engine.push_stream(
-            request_id, {GROUP: blocks}, num_tokens=num_tokens
-        ) as stream:
-            for first in range(0, num_tokens, chunk):
-                last = min(first + chunk, num_tokens)
-                for number, whole in enumerate(stamped):
-                    for token in range(first, last):
-                        block, slot = divmod(token, self._pool.block_size)
-                        place = (blocks[block], slice(None), slice(None), slot)
-                        self._pool.tensors[number][place] = whole[place]
-                    await stream.ready(
-                        layers=[f"layers.{number}"], tokens=(first, last)
-                    )
-        if stream.report is None:
-            raise ValueError("no report")
-        return stream.report
+        refill: float | None = None,
+        cancel_after: int | None = None,
+    ) -> Any:
+        """Start a pull; `result` waits for it.
 
-    async def stamp(self, blocks: list[int], num_tokens: int) -> Any:
-        self._pool.stamp(blocks, num_tokens=num_tokens)
+        Args:
+            refill: What to fill the blocks with at the very moment they are given
+                back, as the caller of a cancelled or failed pull may.
+            cancel_after: Cancel it after so many checkpoints.
+        """
+        request_id = ticket["request_id"]
+        begun = self._begun[request_id] = Begun()
+        self._nursery.start_soon(self._run, begun, ticket, blocks, refill)
+        if cancel_after is not None:
+            self._nursery.start_soon(self._cancel_later, request_id, cancel_after)
 
-    async def fill(self, blocks: list[int], value: float) -> Any:
-        self._pool.fill(blocks, value)
+    async def _run(
+        self, begun: Begun, ticket: Any, blocks: list[int], refill: float | None
+    ) -> None:
+        with begun.scope:
+            try:
+                begun.result = await self.pull(ticket, blocks, {})
+            finally:
+                if refill is not None:
+                    held = self._engine.quarantine.blocks(GROUP)
+                    self._pool.fill([b for b in blocks if b not in held], refill)
+        begun.ended.set()
 
-    async def begun(self, blocks: list[int]) -> Any:
-        """How many of the blocks, each layer's counted, have begun to arrive."""
-        return sum(
-            int((tensor[blocks, 0, 0, 0, 0] != POISON).sum())
-            for tensor in self._pool.tensors
-        )
+    async def _cancel_later(self, request_id: str, checkpoints: int) -> None:
+        for _ in range(checkpoints):
+            await trio.lowlevel.checkpoint()
+        await self.cancel(request_id)
 
-    async def reclaimed(self, blocks: list[int]) -> Any:
-        """Wait until no block is in quarantine, and refill them at once."""
+    async def cancel(self, request_id: str) -> Any:
+        """Cancel a pull; its result names the phase that this found it in."""
+        begun = self._begun.get(request_id)
+        if begun is None or begun.ended.is_set():
+            return
+        pull = self._engine._pulls._active.get(request_id)
+        phase = pull._machine.state.value if pull else "not begun"
+        begun.result = {"cancelled": phase}
+        begun.scope.cancel()
+
+    async def result(self, request_id: str) -> Any:
+        begun = self._begun[request_id]
+        await begun.ended.wait()
+        del self._begun[request_id]
+        return begun.result
+
+    async def in_flight(self) -> Any:
+        """The pulls whose transfers may touch memory at this moment."""
+        active = self._engine._pulls._active
+        return sorted(name for name, pull in active.items() if pull._machine.unsettled)
+
+    async def quarantined(self) -> Any:
+        return sorted(self._engine.quarantine.blocks(GROUP))
+
+    async def refill_reclaimed(self, blocks: list[int], old: float, new: float) -> Any:
+        """Wait until the quarantine is empty, and fill the blocks that moment.
+
+        Returns:
+            How many elements had another value than the old one.
+        """
         await self._engine.quarantine.wait_empty()
-        self._pool.fill(blocks, FILLED)
+        changed = await self.others(blocks, old)
+        self._pool.fill(blocks, new)
+        return changed
 
-    async def changed(self, blocks: list[int]) -> Any:
-        """How many of the blocks no longer hold `FILLED` everywhere."""
-        return sum(not self._pool.is_filled([block], FILLED) for block in blocks)
+    async def read_and_release(self, ticket: Any, blocks: list[int]) -> Any:
+        """What no engine may do: read the same bytes by NIXL alone, and release the
+        handles while they are in flight.
 
-    async def check(self, blocks: list[int], num_tokens: int, first_token: int) -> Any:
+        Returns:
+            How many were.
+        """
+        engine, offered = self._engine, Ticket.from_dict(ticket)
+        (sources,) = engine._peers._sources.values()
+        selection = sources.plan.select(
+            num_tokens=offered.num_tokens,
+            computed_tokens=0,
+            local={GROUP: Span(blocks, 0)},
+            remote={GROUP: Span(offered.spans[GROUP].block_ids, 0)},
+        )
+        transfers = []
+        for wave in cut(
+            selection, [sources.peers[0].key], max_bytes=engine.config.wave_bytes
+        ):
+            ours, theirs = sources.prepared[0][wave.selected.index]
+            ids = wave.selected.local_ids[wave.slice]
+            remote_ids = wave.selected.remote_ids[wave.slice]
+            transfers.append(
+                engine._fabric.post(Operation.READ, ours, ids, theirs, remote_ids)
+            )
+        in_flight = [t for t in transfers if not engine._fabric.poll(t).is_settled]
+        for transfer in transfers:
+            transfer.handle.release()
+            engine._fabric._transfers.discard(transfer)
+        return len(in_flight)
+
+    # Either side.
+
+    async def check(
+        self, blocks: list[int], num_tokens: int, first_token: int, salt: int = 0
+    ) -> Any:
         """Every element of the pool; then all poison again."""
-        self._pool.check(blocks, num_tokens=num_tokens, first_token=first_token)
+        self._pool.check(
+            blocks, num_tokens=num_tokens, first_token=first_token, salt=salt
+        )
         await self.wipe()
+
+    async def holds(self, blocks: list[int], num_tokens: int, salt: int) -> Any:
+        return self._pool.holds(blocks, num_tokens=num_tokens, salt=salt)
 
     async def wipe(self) -> Any:
         for tensor in self._pool.tensors:
@@ -147,64 +212,64 @@ class Told:
     async def is_untouched(self) -> Any:
         return self._pool.is_untouched()
 
+    async def fill(self, blocks: list[int], value: float) -> Any:
+        self._pool.fill(blocks, value)
+
+    async def others(self, blocks: list[int], value: float) -> Any:
+        """How many elements of the blocks have another value."""
+        return sum(
+            int((tensor[block] != value).sum())
+            for tensor in self._pool.tensors
+            for block in blocks
+        )
+
     async def statistics(self) -> Any:
         return self._engine.statistics()
 
-
-FILLED = 7.0
-
-
-async def _told(call: Awaitable[TransferReport | PushReport]) -> Any:
-    try:
-        report = await call
-    except FerryError as error:
-        return {
-            "error": type(error).__name__,
-            "detail": str(error),
-            "request": error.request_id,
-            "phase": error.phase,
-            "untrusted": {g: str(r) for g, r in error.untrusted.items()},
-        }
-    return {"bytes": report.bytes, "waves": report.waves}
+    async def let_pass(self, seconds: float) -> Any:
+        """Answer after a while."""
+        await trio.sleep(seconds)
 
 
-async def main(
-    settings: dict[str, Any], pool: dict[str, int], answers: Answers
-) -> None:
+async def main(settings: str, pool: str, answers: Answers) -> None:
     """Serve until stdin ends."""
-    identity = ModelIdentity(**{**_facts(), **settings.pop("identity", {})})
-    secret = settings.pop("secret", "").encode()
-    config = EngineConfig(identity=identity, secret=secret, **settings)
-    described = Pool(**pool)
+    config, described = _config(json.loads(settings)), Pool(**json.loads(pool))
     log = structlog.wrap_logger(structlog.PrintLogger(sys.stderr))
-    async with open_engine(config, described.cache, logger=log) as engine:
-        told = Told(engine, described)
+    async with (
+        open_engine(config, described.cache, logger=log) as engine,
+        trio.open_nursery() as nursery,
+    ):
+        commands = Told(engine, described, nursery)
         answers.send({"address": engine.address})
-        async with trio.open_nursery() as nursery:
-            while line := await trio.to_thread.run_sync(sys.stdin.readline):
-                command, *args = json.loads(line)
-                nursery.start_soon(_answer, answers, told, command, args)
+        while line := await trio.to_thread.run_sync(sys.stdin.readline):
+            command, *args = json.loads(line)
+            nursery.start_soon(_answer, answers, commands, command, args)
+        nursery.cancel_scope.cancel()
 
 
-async def _answer(answers: Answers, told: Told, command: str, args: list[Any]) -> None:
+async def _answer(
+    answers: Answers, commands: Told, command: str, args: list[Any]
+) -> None:
     try:
-        answer = await getattr(told, command)(*args)
-        if command not in SILENT:
-            answers.send(answer)
+        answers.send(await getattr(commands, command)(*args))
     except Exception as exc:
         answers.fail(f"{type(exc).__name__}: {exc}")
 
 
-SILENT = frozenset({"cancel"})
-
-
-def _facts() -> dict[str, str]:
-    return {
+def _config(settings: dict[str, Any]) -> EngineConfig:
+    facts = {
         "model": IDENTITY.model,
         "revision": IDENTITY.revision,
         "dtype": IDENTITY.dtype,
     }
+    identity = ModelIdentity(**{**facts, **settings.pop("identity", {})})
+    secret = settings.pop("secret", "").encode()
+    return EngineConfig(identity=identity, secret=secret, **settings)
 
 
 if __name__ == "__main__":
-    trio.run(main, json.loads(sys.argv[1]), json.loads(sys.argv[2]), Answers())
+    way_back = Answers()
+    if sys.argv[1:]:
+        trio.run(main, *sys.argv[1:], way_back)
+    else:
+        live_again(way_back, lambda *args: trio.run(main, *args, way_back))

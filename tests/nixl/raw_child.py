@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 import numpy as np
 
@@ -40,6 +41,12 @@ def main(size: int) -> None:
         )
         posted.append(fabric.post(Operation.WRITE, ours, ids, theirs, ids))
 
+    def rest(seconds: float) -> None:
+        """Go on, and answer after a while."""
+        deadline = time.monotonic() + seconds  # noqa: TID251 - real transport
+        while time.monotonic() < deadline:  # noqa: TID251 - real transport
+            idle()
+
     def idle() -> None:
         fabric.take_notices()
         for transfer in posted:
@@ -51,6 +58,7 @@ def main(size: int) -> None:
         {
             "write": write,
             "settled": lambda: fabric.poll(posted[0]).is_settled,
+            "rest": rest,
             "refill": lambda: memory.fill(7),
             "written": lambda: int((pieces[:, 0] == 1).sum()),
         },

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.nixl.sides import POOL, TCP, engine
+from tests.nixl.engines import POOL, TCP, engine, pull
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from tests.processes import Child
 
 pytestmark = pytest.mark.nixl
-
-
-def pull(consumer: Child, ticket: Any, blocks: list[int], **settings: Any) -> Any:
-    return consumer.ask("pull", ticket, blocks, settings)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvferry.protocol.errors import MisuseError, ProtocolViolation
 from kvferry.protocol.framing import (
     MAX_CARD_BYTES,
+    MAX_HELLO_BYTES,
     MAX_LINK_BYTES,
     FrameDecoder,
     encode_frame,
@@ -145,5 +146,16 @@ def test_a_payload_over_the_limit_is_not_sent() -> None:
 
 
 def test_the_limits_fit_the_header() -> None:
-    """Both limits are lengths that four bytes can say, the card's the larger."""
-    assert MAX_LINK_BYTES < MAX_CARD_BYTES < 2**32
+    """Lengths that four bytes can say: little from a stranger, most for a card."""
+    assert MAX_HELLO_BYTES < MAX_LINK_BYTES < MAX_CARD_BYTES < 2**32
+    assert MAX_HELLO_BYTES == 64 * 1024
+
+
+def test_h1_a_stranger_cannot_announce_more_than_a_hello() -> None:
+    """What an open link may send is refused at the header before the handshake is done."""
+    decoder = FrameDecoder(limit_bytes=MAX_HELLO_BYTES)
+    decoder.feed(encode_frame(bytes(MAX_HELLO_BYTES), limit_bytes=MAX_LINK_BYTES))
+    assert decoder.next_payload() == bytes(MAX_HELLO_BYTES)
+    decoder.feed((MAX_HELLO_BYTES + 1).to_bytes(HEADER_BYTES, "big"))
+    with pytest.raises(ProtocolViolation, match="65537 bytes is over"):
+        decoder.next_payload()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvferry.protocol.errors import HandshakeRefused, ProtocolViolation
-from kvferry.protocol.framing import MAX_LINK_BYTES
+from kvferry.protocol.framing import MAX_HELLO_BYTES
 from kvferry.protocol.handshake import (
     NONCE_BYTES,
     Card,
@@ -243,5 +243,5 @@ def test_the_largest_hello_fits_into_a_small_frame() -> None:
     rank = Rank(2**16 - 1, 2**16, 2**16 - 1, 2**16)
     key = EngineKey("🚢" * 256, "🚢" * 64, rank)
     payload = encode(Hello(PROTOCOL_VERSION, key, "🚢" * 256, bytes(NONCE_BYTES)))
-    assert len(payload) <= MAX_LINK_BYTES
+    assert len(payload) <= MAX_HELLO_BYTES
     assert decode_hello(payload).engine == key

@@ -93,7 +93,28 @@ MESSAGES: tuple[link.LinkMessage, ...] = (
     link.Confirmed(KEY, "r", 3, 7),
     link.Refused("r", 3, link.RefusedReason.WITHDRAWN),
     link.Decline("r", "o", (Rank(),), "why"),
+    link.OfferReady("r", 3),
+    link.Claim(7, (msgspec.structs.replace(LAYOUT, regions=()),)),
+    link.Register(
+        "r",
+        3,
+        30.0,
+        7,
+        bytes(16),
+        16,
+        {"full": TicketSpan((3, None, 9), 16), "mamba": TicketSpan((2,))},
+        (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)),
+    ),
+    link.Registered("r", 3),
+    link.Extend("r", 3),
+    link.Finished("r", 3, 37, 4, 65_536),
+    link.Landed("r", 3),
+    link.Aborted("r", 3, link.AbortedReason.INCOMPLETE, "why"),
+    link.Revoke("r", 3),
+    link.Revoked("r", 3),
     link.Goodbye("closing"),
+    link.Ping(),
+    link.Pong(),
 )
 WIRES = (
     Wire("hello", handshake.decode_hello, Hello(1, KEY, "decode-0", bytes(32))),
@@ -102,7 +123,7 @@ WIRES = (
     ),
     Wire("card", decode_card, CARD),
     Wire("ticket", Ticket.from_bytes, TICKET),
-    Wire("notice", notices.decode_notice, notices.Written(bytes(16), 2, 4)),
+    Wire("notice", notices.decode_notice, notices.Written(bytes(16), 2)),
     *(Wire(type(m).__name__, link.decode_message, m) for m in MESSAGES),
 )
 REFUSAL = Refusal(

@@ -8,6 +8,7 @@ import torch
 import trio
 
 from kvferry.engine import (
+    After,
     AttentionGroup,
     EngineConfig,
     FerryError,
@@ -30,6 +31,7 @@ from kvferry.engine import (
     open_engine,
     tp_shard,
 )
+from kvferry.engine.testing import Hold, Host, Ledger, Rates, Schedule
 from kvferry.protocol import Contact, ModelIdentity, Ticket
 from kvferry.protocol.ranges import Ranges
 
@@ -83,8 +85,10 @@ async def serve(cache: KVCache) -> None:
     async with open_engine(config, cache) as engine:
         assert_type(engine, TransferEngine)
         blocks = {"full": [3, 7, 9], "mamba": [2]}
-        offer = engine.offer("req-1", blocks, num_tokens=37)
+        after: After = trio.lowlevel.checkpoint
+        offer = engine.offer("req-1", blocks, num_tokens=37, after=after)
         assert_type(offer, Offer)
+        assert_type(offer.cause, FerryError | None)
         ticket = Ticket.merge([Ticket.from_dict(offer.ticket.to_dict())])
         try:
             report = await engine.pull(
@@ -92,6 +96,7 @@ async def serve(cache: KVCache) -> None:
                 {"full": Span([5, None, 6], first_token=16), "mamba": [0]},
                 computed_tokens=16,
                 deadline_s=3.0,
+                after=torch.cuda.Event(),  # type: ignore[no-untyped-call]
             )
         except PeerError as error:
             assert_type(error.untrusted, dict[str, Ranges])
@@ -99,10 +104,15 @@ async def serve(cache: KVCache) -> None:
             assert_type(error.request_id, str | None)
         else:
             assert_type(report, TransferReport)
-        assert_type(await offer.wait(), OfferOutcome)
+        outcome = await offer.wait()
+        assert_type(outcome, OfferOutcome)
+        if outcome is OfferOutcome.LOST:
+            engine.forget("decode-0")
+        engine.forget(engine.key)
         assert_type(engine.quarantine, Quarantine)
         assert_type(engine.quarantine.blocks("full"), frozenset[int])
         with trio.move_on_after(1):
+            await engine.quarantine.wait_free("full", [3, 7])
             await engine.quarantine.wait_empty()
 
 
@@ -131,3 +141,25 @@ async def expect(engine: TransferEngine, ranks: list[dict[str, object]]) -> None
         deadline_s=3.0,
     )
     assert_type(report, TransferReport)
+
+
+def under_faults(seed: int, config: EngineConfig, cache: KVCache) -> list[str]:
+    """A stack of one's own under a schedule that its seed brings back."""
+    schedule = Schedule(seed, rates=Rates(acts=0.02))
+    ledger = Ledger(schedule.network)
+
+    async def serve(engine: TransferEngine) -> None:
+        account = ledger.open("mine-1", "full", [[(0, 1)]], engine.quarantine)
+        account.take("r", Hold.OFFERED, account.free)
+        schedule.calm()
+        account.give_back("r", [0])
+        ledger.settle("r", "released")
+
+    async def scenario() -> None:
+        host = Host(schedule, "mine-1")
+        with schedule.may("kill", host.kill), schedule.may("cut", host.cut):
+            await host.run(config, cache, serve)
+        ledger.check(is_over=True)
+
+    schedule.play(scenario)
+    return assert_type(schedule.story, list[str])

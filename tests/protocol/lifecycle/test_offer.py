@@ -16,6 +16,7 @@ from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.lifecycle.machine import Otherwise, Row
 from kvferry.protocol.lifecycle.offer import (
     EVENTS,
+    BlocksComputed,
     ConfirmRead,
     EndOffer,
     OfferDeclined,
@@ -23,8 +24,10 @@ from kvferry.protocol.lifecycle.offer import (
     OfferState,
     OfferTicked,
     ReadEnded,
+    ReaderLost,
     RefuseReader,
     RenewArrived,
+    ReportReady,
     ReportRenewed,
     WithdrawRequested,
 )
@@ -55,23 +58,27 @@ def declined(reader: EngineKey, readers: tuple[Rank, ...] = ()) -> OfferDeclined
 
 
 # What every pair is. "move" has a row, "late" is ignored and counted; no pair is a
-# misuse, since all but two events come from peers and those two race with them.
+# misuse, since most events come from peers, and the others race with them.
 TABLE = """
-           renew read  decline withdraw tick
-open       move  move  move    move     move
-released   move  move  late    late     late
-expired    move  move  late    late     late
-withdrawn  move  move  late    late     late
+           renew read  decline lost computed withdraw tick
+open       move  move  move    move move     move     move
+released   move  move  late    late late     late     late
+lost       move  move  late    late late     late     late
+expired    move  move  late    late late     late     late
+withdrawn  move  move  late    late late     late     late
 """
 SAMPLES: dict[str, Event] = {
     "renew": renewal(FIRST),
     "read": ReadEnded(FIRST),
     "decline": declined(FIRST),
+    "computed": BlocksComputed(),
+    "lost": ReaderLost(FIRST),
     "withdraw": WithdrawRequested(),
     "tick": OfferTicked(),
 }
 REASONS = {
     S.RELEASED: RefusedReason.SPENT,
+    S.LOST: RefusedReason.SPENT,
     S.EXPIRED: RefusedReason.EXPIRED,
     S.WITHDRAWN: RefusedReason.WITHDRAWN,
 }
@@ -85,9 +92,9 @@ def table() -> Iterator[tuple[OfferState, str, str]]:
             yield S(state), name, kind
 
 
-def offer(*events: Event) -> OfferMachine:
+def offer(*events: Event, is_ready: bool = True) -> OfferMachine:
     """A machine after these events, all at time 0."""
-    machine = OfferMachine(now=0.0, lease_s=LEASE_S)
+    machine = OfferMachine(now=0.0, lease_s=LEASE_S, is_ready=is_ready)
     for event in events:
         machine.step(event, 0.0)
     return machine
@@ -98,6 +105,7 @@ HALF_READ = (*ACCEPTED, ReadEnded(FIRST))
 PATHS: dict[OfferState, tuple[Event, ...]] = {
     S.OPEN: (),
     S.RELEASED: (*HALF_READ, ReadEnded(SECOND)),
+    S.LOST: (renewal(FIRST, (RANKS[0],)), ReaderLost(FIRST)),
     S.WITHDRAWN: (WithdrawRequested(),),
 }
 
@@ -160,6 +168,7 @@ class Example(NamedTuple):
     state: OfferState
     effects: list[Effect]
     at: float = 1.0
+    is_ready: bool = True
 
 
 def refused(reader: EngineKey, reason: RefusedReason) -> RefuseReader:
@@ -263,6 +272,43 @@ EXAMPLES = [
         LEASE_S,
     ),
     Example(
+        "e6: the only reader goes away",
+        (renewal(FIRST, (RANKS[0],)),),
+        ReaderLost(FIRST),
+        S.LOST,
+        [EndOffer()],
+    ),
+    Example("one of two readers goes away", ACCEPTED, ReaderLost(FIRST), S.OPEN, []),
+    Example(
+        "one has read, the other goes away",
+        (*HALF_READ, renewal(SECOND)),
+        ReaderLost(SECOND),
+        S.LOST,
+        [EndOffer()],
+    ),
+    Example(
+        "one went away, the other has read",
+        (*ACCEPTED, ReaderLost(FIRST)),
+        ReadEnded(SECOND),
+        S.LOST,
+        [ConfirmRead(SECOND, 1), EndOffer()],
+    ),
+    Example(
+        "one went away, the other declines",
+        (*ACCEPTED, ReaderLost(FIRST)),
+        declined(SECOND),
+        S.LOST,
+        [EndOffer()],
+    ),
+    Example(
+        "a reader goes away when the lease is over",
+        ACCEPTED,
+        ReaderLost(FIRST),
+        S.EXPIRED,
+        [EndOffer()],
+        LEASE_S,
+    ),
+    Example(
         "the producer withdraws",
         ACCEPTED,
         WithdrawRequested(),
@@ -277,6 +323,70 @@ EXAMPLES = [
         [EndOffer()],
         LEASE_S,
     ),
+    Example(
+        "l8: the readers that have accepted are told that the blocks are computed",
+        (*ACCEPTED, renewal(SECOND)),
+        BlocksComputed(),
+        S.OPEN,
+        [ReportReady(FIRST), ReportReady(SECOND)],
+        is_ready=False,
+    ),
+    Example(
+        "l8: blocks are computed before anybody has accepted",
+        (),
+        BlocksComputed(),
+        S.OPEN,
+        [],
+        is_ready=False,
+    ),
+    Example(
+        "l8: who renews later is told as well",
+        (BlocksComputed(),),
+        renewal(FIRST),
+        S.OPEN,
+        [ReportRenewed(FIRST), ReportReady(FIRST)],
+        is_ready=False,
+    ),
+    Example(
+        "l8: a renewal holds what is still being computed",
+        (),
+        renewal(FIRST),
+        S.OPEN,
+        [ReportRenewed(FIRST)],
+        is_ready=False,
+    ),
+    Example(
+        "l8: nobody has read what is still being computed",
+        ACCEPTED,
+        ReadEnded(FIRST),
+        S.OPEN,
+        [refused(FIRST, RefusedReason.NOT_READY)],
+        is_ready=False,
+    ),
+    Example(
+        "a reader that has declined is told nothing",
+        (*ACCEPTED, declined(FIRST)),
+        BlocksComputed(),
+        S.OPEN,
+        [],
+        is_ready=False,
+    ),
+    Example(
+        "a ticket that says so already is not repeated",
+        ACCEPTED,
+        BlocksComputed(),
+        S.OPEN,
+        [],
+    ),
+    Example(
+        "blocks are computed after the lease",
+        ACCEPTED,
+        BlocksComputed(),
+        S.EXPIRED,
+        [EndOffer()],
+        LEASE_S,
+        is_ready=False,
+    ),
     Example("an early tick", ACCEPTED, OfferTicked(), S.OPEN, [], LEASE_S - 0.001),
     Example("the lease runs out", (), OfferTicked(), S.EXPIRED, [EndOffer()], LEASE_S),
 ]
@@ -285,7 +395,7 @@ EXAMPLES = [
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.says)
 def test_row(example: Example) -> None:
     """The row of the table does what the example says."""
-    machine = offer(*example.given)
+    machine = offer(*example.given, is_ready=example.is_ready)
     assert machine.step(example.event, example.at) == example.effects
     assert machine.state is example.state
 
@@ -371,6 +481,42 @@ def test_a_decline_of_a_reader_that_is_done_is_ignored() -> None:
     assert facts(machine) == before
 
 
+@pytest.mark.parametrize(
+    ("given", "reader"),
+    [((), FIRST), (ACCEPTED, SECOND), *((ACCEPTED, s) for s in STRANGERS)],
+    ids=str,
+)
+def test_who_never_accepted_cannot_be_lost(
+    given: tuple[Event, ...], reader: EngineKey
+) -> None:
+    """Not before anybody has, not for a sibling, and not in a stranger's name."""
+    machine = offer(*given)
+    before = facts(machine)
+    assert machine.step(ReaderLost(reader), 1.0) == []
+    assert machine.ignored == 1
+    assert facts(machine) == before
+
+
+def test_a_confirmed_reader_that_goes_away_changes_nothing() -> None:
+    """It has what it came for: the offer is released, not lost."""
+    machine = offer(*HALF_READ)
+    before = facts(machine)
+    assert machine.step(ReaderLost(FIRST), 1.0) == []
+    assert machine.ignored == 1
+    assert facts(machine) == before
+    machine.step(ReadEnded(SECOND), 1.0)
+    assert machine.state is S.RELEASED
+
+
+def test_a_lost_reader_that_comes_back_is_refused() -> None:
+    """While another rank still reads; its part is over."""
+    machine = offer(*ACCEPTED, ReaderLost(FIRST))
+    no = [refused(FIRST, RefusedReason.SPENT)]
+    assert machine.step(renewal(FIRST), 1.0) == no
+    assert machine.step(ReadEnded(FIRST), 1.0) == no
+    assert machine.step(renewal(SECOND), 1.0) == [ReportRenewed(SECOND)]
+
+
 def test_a_reader_that_never_renewed_can_be_confirmed_under_the_first_lease() -> None:
     """A read that fits into the first lease needs no renewal."""
     machine = offer()
@@ -418,12 +564,60 @@ def test_a_later_list_does_not_shrink_the_expected_readers() -> None:
     assert machine.state is S.OPEN
 
 
+def test_l8_a_read_that_was_refused_too_early_is_confirmed_later() -> None:
+    """The refusal ends nothing: whoever reads again in time is believed."""
+    machine = offer(*ACCEPTED, is_ready=False)
+    machine.step(ReadEnded(FIRST), 1.0)
+    assert machine.step(BlocksComputed(), 2.0) == [ReportReady(FIRST)]
+    assert machine.step(ReadEnded(FIRST), 3.0) == [ConfirmRead(FIRST, 1)]
+
+
+def test_l8_readiness_is_told_once_and_with_each_renewal_after_it() -> None:
+    """A doubled event is counted; the reader that missed the word hears it again."""
+    machine = offer(*ACCEPTED, is_ready=False)
+    assert machine.step(BlocksComputed(), 1.0) == [ReportReady(FIRST)]
+    assert machine.step(BlocksComputed(), 1.0) == []
+    assert machine.ignored == 1
+    for now in (2.0, 3.0):
+        effects = machine.step(renewal(FIRST), now)
+        assert effects == [ReportRenewed(FIRST), ReportReady(FIRST)]
+
+
 def test_has_reader_says_whether_the_ticket_was_accepted() -> None:
     """It turns with the first renewal."""
     machine = offer()
     assert not machine.has_reader
     machine.step(renewal(FIRST), 1.0)
     assert machine.has_reader
+
+
+def test_it_is_read_once_somebody_has_accepted_and_it_is_ready() -> None:
+    """In either order."""
+    for events in itertools.permutations((renewal(FIRST), BlocksComputed())):
+        machine = offer(is_ready=False)
+        machine.step(events[0], 1.0)
+        assert not machine.is_read
+        machine.step(events[1], 1.0)
+        assert machine.is_read
+
+
+# Deadlines (case o5).
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+@pytest.mark.parametrize("state", S, ids=lambda s: s.value)
+def test_o5_every_state_that_is_not_over_has_a_deadline_that_ends_it(
+    *, state: OfferState, is_ready: bool
+) -> None:
+    """Nothing comes in any more: time alone gives the blocks back."""
+    for given in ((), ACCEPTED, HALF_READ if is_ready else ()):
+        machine = in_state(state)
+        if state is S.OPEN:
+            machine = offer(*given, is_ready=is_ready)
+        assert (machine.deadline is None) == (state is not S.OPEN)
+        if machine.deadline is not None:
+            assert machine.step(OfferTicked(), machine.deadline) == [EndOffer()]
+            assert machine.state is S.EXPIRED
 
 
 # Leases (cases n1, n2, o2).
@@ -485,18 +679,27 @@ def test_n2_one_offer_renewed_for_ever_does_not_keep_the_others() -> None:
 class Ledger:
     """Who asked, who was confirmed, and until when the blocks were held."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_ready: bool = True) -> None:
+        self.is_ready = self.is_told = is_ready
         self.held_until = LEASE_S
         self.instance: str | None = None
         self.generations: dict[Rank, str] = {}
         self.expected: set[Rank] = set()
         self.done: set[Rank] = set()
+        self.lost: set[Rank] = set()
         self.ends = 0
 
     def see(self, event: Event, now: float, effects: list[Effect]) -> None:
         was_held = self.ends == 0 and now < self.held_until
         self.ends += effects.count(EndOffer())
         assert self.ends <= 1, "ended twice"
+        ready = [e.reader for e in effects if isinstance(e, ReportReady)]
+        assert not ready or (was_held and not self.is_told)
+        if isinstance(event, BlocksComputed):
+            told = [] if self.is_ready or not was_held else self.waiting()
+            assert ready == told, "told others than those that wait"
+            self.is_ready = True
+            return
         if isinstance(event, WithdrawRequested | OfferTicked):
             return
         reader = event.reader
@@ -504,6 +707,13 @@ class Ledger:
         start = self.generations.get(reader.rank, reader.generation)
         is_known = is_known and start == reader.generation
         is_due = was_held and is_known and reader.rank not in self.done
+        if isinstance(event, ReadEnded):
+            is_due = is_due and self.is_ready
+        if isinstance(event, ReaderLost):
+            if is_due and reader.rank in self.generations:
+                self.done.add(reader.rank)
+                self.lost.add(reader.rank)
+            return
         good = {RenewArrived: ReportRenewed, ReadEnded: ConfirmRead}.get(type(event))
         if good is not None:
             answer = good if is_due else RefuseReader
@@ -516,8 +726,18 @@ class Ledger:
             self.expected = self.expected or {*told, reader.rank}
             if isinstance(event, RenewArrived):
                 self.held_until = now + LEASE_S
+                due = [reader] if self.is_ready and not self.is_told else []
+                assert ready == due, "a renewal was answered without the readiness"
             else:
                 self.done.add(reader.rank)
+
+    def waiting(self) -> list[EngineKey]:
+        """Who has accepted and is not done, in the order in which they came."""
+        return [
+            EngineKey(self.instance or "", generation, rank)
+            for rank, generation in self.generations.items()
+            if rank not in self.done
+        ]
 
     def check(self, machine: OfferMachine, now: float) -> None:
         assert (machine.state is S.OPEN) == (self.ends == 0)
@@ -526,8 +746,9 @@ class Ledger:
         if machine.state is S.OPEN:
             assert machine.deadline == self.held_until > now
             assert not self.done or not self.expected <= self.done
-        if machine.state is S.RELEASED:
+        if machine.state in {S.RELEASED, S.LOST}:
             assert self.done >= self.expected
+            assert (machine.state is S.LOST) == bool(self.lost)
 
 
 def drive(machine: OfferMachine, ledger: Ledger, event: Event, now: float) -> None:
@@ -541,12 +762,14 @@ def drive(machine: OfferMachine, ledger: Ledger, event: Event, now: float) -> No
 def test_every_short_sequence_of_events_agrees_with_the_ledger() -> None:
     """An exhaustive walk: exactly one end, at most one confirmation a reader."""
     readers = (FIRST, SECOND, REBORN)
-    questions = (renewal, ReadEnded, declined)
+    questions = (renewal, ReadEnded, declined, ReaderLost)
     events = [question(reader) for question in questions for reader in readers]
-    events += [WithdrawRequested(), OfferTicked()]
+    events += [WithdrawRequested(), BlocksComputed(), OfferTicked()]
     steps = [(event, passed) for event in events for passed in (0.0, LEASE_S)]
-    for run in itertools.product(steps, repeat=3):
-        machine, ledger, now = offer(), Ledger(), 0.0
+    runs = itertools.product((True, False), itertools.product(steps, repeat=3))
+    for is_ready, run in runs:
+        machine, ledger = offer(is_ready=is_ready), Ledger(is_ready=is_ready)
+        now = 0.0
         for event, passed in run:
             now += passed
             drive(machine, ledger, event, now)
@@ -562,10 +785,11 @@ class OfferModel(RuleBasedStateMachine):
         st.builds(Rank, tp=st.integers(0, 3), tp_size=st.just(4)),
     )
 
-    @initialize(readers=st.sets(st.integers(0, 3), min_size=1))
-    def open(self, readers: set[int]) -> None:
+    @initialize(readers=st.sets(st.integers(0, 3), min_size=1), is_ready=st.booleans())
+    def open(self, *, readers: set[int], is_ready: bool) -> None:
         self.readers = tuple(Rank(tp=tp, tp_size=4) for tp in sorted(readers))
-        self.machine, self.ledger, self.now = offer(), Ledger(), 0.0
+        self.machine = offer(is_ready=is_ready)
+        self.ledger, self.now = Ledger(is_ready=is_ready), 0.0
 
     def let_in(self, event: Event) -> None:
         drive(self.machine, self.ledger, event, self.now)
@@ -577,6 +801,14 @@ class OfferModel(RuleBasedStateMachine):
     @rule(reader=keys, is_declining=st.booleans())
     def a_reader_ends(self, *, reader: EngineKey, is_declining: bool) -> None:
         self.let_in(declined(reader) if is_declining else ReadEnded(reader))
+
+    @rule()
+    def the_blocks_are_computed(self) -> None:
+        self.let_in(BlocksComputed())
+
+    @rule(reader=keys)
+    def a_reader_goes_away(self, reader: EngineKey) -> None:
+        self.let_in(ReaderLost(reader))
 
     @rule(is_likely=st.integers(0, 9))
     def the_producer_withdraws(self, is_likely: int) -> None:

@@ -29,6 +29,7 @@ from kvferry.protocol.lifecycle.pull import (
     ConfirmArrived,
     Connect,
     DeclineOffer,
+    DeclineSource,
     FinishEnded,
     FinishFailed,
     Planned,
@@ -41,9 +42,12 @@ from kvferry.protocol.lifecycle.pull import (
     QuarantineBlocks,
     ReclaimBlocks,
     RenewLease,
+    RoomTaken,
     RunFinish,
     SendReadFinished,
     SourceFailed,
+    SourceReady,
+    TakeRoom,
     WaveLost,
     WaveSettled,
 )
@@ -67,28 +71,32 @@ EXPIRED = LeaseExpired("the fence was refused")
 
 # Two sources; source 0 has waves 0 and 2, source 1 has wave 1.
 PLAN = Planned(wave_sources=(0, 1, 0), sources=2)
+LATE_PLAN = Planned(wave_sources=(0, 1, 0), sources=2, unready=(0, 1))
 
 # What every pair is. "move" has a row, "late" is ignored and counted, "BUG" is a
 # misuse: its owner broke the contract.
 TABLE = """
-             started planned ready settled lost confirm gone ended unended failed cancel tick
-new          move    BUG     BUG   BUG     BUG  BUG     BUG  BUG   BUG     BUG    move   BUG
-connecting   BUG     move    BUG   BUG     BUG  late    late BUG   BUG     move   move   move
-planned      BUG     BUG     move  BUG     BUG  late    move BUG   BUG     move   move   move
-reading      BUG     BUG     BUG   move    move move    move BUG   BUG     move   move   move
-confirming   BUG     BUG     BUG   late    late move    move BUG   BUG     move   move   move
-finishing    BUG     BUG     BUG   late    late late    late move  move    late   late   move
-draining     BUG     late    late  move    move late    late BUG   BUG     late   move   move
-done         BUG     late    late  late    late late    late late  late    late   late   late
-failed       BUG     late    late  late    late late    late late  late    late   late   late
-cancelled    BUG     late    late  late    late late    late late  late    late   late   late
-quarantined  BUG     late    late  move    late late    late move  move    late   late   late
-reclaimed    BUG     late    late  late    late late    late late  late    late   late   late
+             started planned ready told room settled lost confirm gone ended unended failed cancel tick
+new          move    BUG     BUG   BUG  BUG  BUG     BUG  BUG     BUG  BUG   BUG     BUG    move   BUG
+connecting   BUG     move    BUG   late BUG  BUG     BUG  late    late BUG   BUG     move   move   move
+planned      BUG     BUG     move  move BUG  BUG     BUG  late    move BUG   BUG     move   move   move
+queued       BUG     BUG     BUG   late move BUG     BUG  late    move BUG   BUG     move   move   move
+reading      BUG     BUG     BUG   late BUG  move    move move    move BUG   BUG     move   move   move
+confirming   BUG     BUG     BUG   late BUG  late    late move    move BUG   BUG     move   move   move
+finishing    BUG     BUG     BUG   late BUG  late    late late    late move  move    late   late   move
+draining     BUG     late    late  late late move    move late    late BUG   BUG     late   move   move
+done         BUG     late    late  late late late    late late    late late  late    late   late   late
+failed       BUG     late    late  late late late    late late    late late  late    late   late   late
+cancelled    BUG     late    late  late late late    late late    late late  late    late   late   late
+quarantined  BUG     late    late  late late move    late late    late move  move    late   late   late
+reclaimed    BUG     late    late  late late late    late late    late late  late    late   late   late
 """
 SAMPLES: dict[str, Event] = {
     "started": PullStarted(),
     "planned": PLAN,
     "ready": BlocksReady(),
+    "told": SourceReady(0),
+    "room": RoomTaken(),
     "settled": WaveSettled(0),
     "lost": WaveLost(0, LOST),
     "confirm": ConfirmArrived(0),
@@ -113,7 +121,10 @@ KIND = {(state, type(SAMPLES[name])): kind for state, name, kind in table()}
 
 TO_CONNECTING = (PullStarted(),)
 TO_PLANNED = (*TO_CONNECTING, PLAN)
-TO_READING = (*TO_PLANNED, BlocksReady())
+TO_WAITING = (*TO_CONNECTING, LATE_PLAN)  # for the caller, and for both sources
+TO_HIT = (PullStarted(has_work=False),)
+TO_QUEUED = (*TO_PLANNED, BlocksReady())
+TO_READING = (*TO_QUEUED, RoomTaken())
 TO_CONFIRMING = (*TO_READING, WaveSettled(0), WaveSettled(1), WaveSettled(2))
 TO_FINISHING = (*TO_CONFIRMING, ConfirmArrived(0), ConfirmArrived(1))
 TO_CANCELLING = (*TO_READING, CancelRequested())  # waves 0 and 1 are in flight
@@ -124,6 +135,7 @@ PATHS: dict[PullState, tuple[Event, ...]] = {
     S.NEW: (),
     S.CONNECTING: TO_CONNECTING,
     S.PLANNED: TO_PLANNED,
+    S.QUEUED: TO_QUEUED,
     S.READING: TO_READING,
     S.CONFIRMING: TO_CONFIRMING,
     S.FINISHING: TO_FINISHING,
@@ -236,11 +248,25 @@ class Example(NamedTuple):
 EXAMPLES = [
     Example("a start connects", (), PullStarted(), S.CONNECTING, [Connect()]),
     Example(
-        "p4: a start without work goes to the finish stage and lets the offer go",
+        "p4: a start without work lets the offer go, and waits for the caller's event",
         (),
         PullStarted(has_work=False),
+        S.PLANNED,
+        [DeclineOffer(), AwaitBlocks()],
+    ),
+    Example(
+        "l8: the caller's event lets the zeroing of a full hit begin",
+        TO_HIT,
+        BlocksReady(),
         S.FINISHING,
-        [DeclineOffer(), RunFinish()],
+        [RunFinish()],
+    ),
+    Example(
+        "a cancelled full hit tells the offer nothing twice",
+        TO_HIT,
+        CancelRequested(),
+        S.CANCELLED,
+        [],
     ),
     Example(
         "n3: a cancel before the start declines",
@@ -282,25 +308,122 @@ EXAMPLES = [
         DEADLINE_AT,
     ),
     Example(
-        "l8: the caller's event lets the first waves out",
+        "l8: the caller's event leads to the queue for room",
         TO_PLANNED,
         BlocksReady(),
+        S.QUEUED,
+        [TakeRoom()],
+    ),
+    Example(
+        "l8: the caller's event comes before a source's",
+        (*TO_WAITING, SourceReady(1)),
+        BlocksReady(),
+        S.PLANNED,
+        [],
+    ),
+    Example(
+        "l8: one of two sources becomes ready",
+        (*TO_WAITING, BlocksReady()),
+        SourceReady(1),
+        S.PLANNED,
+        [],
+    ),
+    Example(
+        "l8: the last source that was waited for becomes ready",
+        (*TO_WAITING, BlocksReady(), SourceReady(1)),
+        SourceReady(0),
+        S.QUEUED,
+        [TakeRoom()],
+    ),
+    Example(
+        "l8: the sources are ready before the caller",
+        (*TO_WAITING, SourceReady(0)),
+        SourceReady(1),
+        S.PLANNED,
+        [],
+    ),
+    Example(
+        "a source that is not read from is not waited for",
+        (*TO_CONNECTING, Planned(wave_sources=(1,), sources=2, unready=(0,))),
+        BlocksReady(),
+        S.QUEUED,
+        [TakeRoom()],
+    ),
+    Example(
+        "a plan without waves needs nobody's word",
+        (*TO_CONNECTING, Planned(wave_sources=(), sources=2, unready=(0,))),
+        BlocksReady(),
+        S.FINISHING,
+        [RunFinish()],
+    ),
+    Example(
+        "a plan without waves lets the sources go",
+        TO_CONNECTING,
+        Planned(wave_sources=(), sources=2),
+        S.PLANNED,
+        [DeclineSource(0), DeclineSource(1), AwaitBlocks()],
+    ),
+    Example(
+        "a source without waves is let go at once",
+        TO_CONNECTING,
+        Planned(wave_sources=(1,), sources=2),
+        S.PLANNED,
+        [RenewLease((1,)), DeclineSource(0), AwaitBlocks()],
+    ),
+    Example(
+        "room lets the first waves out",
+        TO_QUEUED,
+        RoomTaken(),
         S.READING,
         [PostWave(0), PostWave(1)],
     ),
     Example(
-        "a plan without waves lets the sources go, and needs nobody's word",
-        (*TO_CONNECTING, Planned(wave_sources=(), sources=2)),
-        BlocksReady(),
-        S.FINISHING,
-        [SendReadFinished(0), SendReadFinished(1), RunFinish()],
+        "a source that is not needed is lost while queued",
+        (
+            *TO_CONNECTING,
+            Planned(wave_sources=(1,), sources=2),
+            BlocksReady(),
+        ),
+        SourceFailed(0, LOST),
+        S.QUEUED,
+        [],
     ),
     Example(
-        "a source without waves is let go at once",
-        (*TO_CONNECTING, Planned(wave_sources=(1,), sources=2)),
-        BlocksReady(),
-        S.READING,
-        [SendReadFinished(0), PostWave(0)],
+        "a source is lost while queued",
+        TO_QUEUED,
+        SourceFailed(0, LOST),
+        S.FAILED,
+        [DeclineOffer()],
+    ),
+    Example(
+        "the engine closes while queued",
+        TO_QUEUED,
+        PullFailed(LOST),
+        S.FAILED,
+        [DeclineOffer()],
+    ),
+    Example(
+        "a cancel while queued",
+        TO_QUEUED,
+        CancelRequested(),
+        S.CANCELLED,
+        [DeclineOffer()],
+    ),
+    Example(
+        "a pull that queues for room renews",
+        TO_QUEUED,
+        PullTicked(),
+        S.QUEUED,
+        [RenewLease((0, 1))],
+        RENEW_EVERY_S,
+    ),
+    Example(
+        "the deadline while queued",
+        TO_QUEUED,
+        PullTicked(),
+        S.FAILED,
+        [DeclineOffer()],
+        DEADLINE_AT,
     ),
     Example(
         "a source that is not needed is lost before reading",
@@ -706,7 +829,7 @@ def test_the_first_cause_is_the_cause(
     assert machine.cause is cause
 
 
-@pytest.mark.parametrize("given", [TO_CONNECTING, TO_PLANNED, TO_READING])
+@pytest.mark.parametrize("given", [TO_CONNECTING, TO_PLANNED, TO_QUEUED, TO_READING])
 def test_a_deadline_is_a_typed_cause(given: tuple[Event, ...]) -> None:
     """A pull that ran out of time says so, and in which state."""
     machine = pull(*given)
@@ -725,6 +848,10 @@ def test_a_failure_that_came_first_stays_the_outcome() -> None:
 @pytest.mark.parametrize(
     ("given", "event"),
     [
+        (TO_PLANNED, SourceReady(0)),
+        (TO_WAITING, SourceReady(9)),
+        ((*TO_WAITING, SourceReady(0)), SourceReady(0)),
+        ((*TO_WAITING, BlocksReady()), BlocksReady()),
         ((*TO_READING, WaveSettled(0)), WaveSettled(0)),
         (TO_READING, WaveSettled(7, FAILED)),
         (TO_READING, WaveSettled(-1)),
@@ -756,6 +883,7 @@ def test_unknown_late_and_doubled_events_are_counted_and_change_nothing(
         Planned(wave_sources=(), sources=0),
         Planned(wave_sources=(0, 2), sources=2),
         Planned(wave_sources=(-1,), sources=1),
+        Planned(wave_sources=(0,), sources=1, unready=(1,)),
     ],
 )
 def test_a_plan_that_contradicts_itself_poisons(plan: Planned) -> None:
@@ -831,6 +959,7 @@ def test_o3_part_k_of_n_fails(k: int) -> None:
         PullStarted(),
         Planned(wave_sources=tuple(w % 2 for w in range(waves)), sources=2),
         BlocksReady(),
+        RoomTaken(),
         window=waves,
     )
     for wave in range(waves):
@@ -849,6 +978,7 @@ def test_l2_blocks_are_held_until_the_last_wave_is_terminal(
         PullStarted(),
         Planned(wave_sources=(0,) * 4, sources=1),
         BlocksReady(),
+        RoomTaken(),
         window=4,
     )
     effects = machine.step(WaveSettled(order[0], FAILED), 0.0)
@@ -881,6 +1011,7 @@ def test_o7_five_of_six_parts_are_not_done_and_the_sixth_makes_it_done_once(
         PullStarted(),
         Planned(wave_sources=(0, 0, 0, 1, 1, 1), sources=2),
         BlocksReady(),
+        RoomTaken(),
         window=6,
     )
     effects = []
@@ -938,6 +1069,10 @@ class Ledger:
         self.is_finishing = False
         self.has_work = True
         self.is_ending = False
+        self.waits_for = {"caller", *set(plan.unready).intersection(plan.wave_sources)}
+        self.is_planned = False
+        self.has_room = False
+        self.declined: set[int] = set()
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -950,12 +1085,21 @@ class Ledger:
             self.is_finishing,
             self.has_work,
             self.is_ending,
+            frozenset(self.waits_for),
         )
 
     def see_event(self, event: Event) -> None:
         match event:
             case PullStarted(has_work=has_work):
                 self.has_work = has_work
+            case BlocksReady():
+                self.waits_for.discard("caller")
+            case Planned():
+                self.is_planned = True
+            case SourceReady(source=source) if self.is_planned:
+                self.waits_for.discard(source)
+            case RoomTaken():
+                self.has_room = True
             case WaveSettled(wave=wave, cause=cause) if wave in self.in_flight:
                 self.in_flight.discard(wave)
                 if cause is None:
@@ -972,6 +1116,8 @@ class Ledger:
         match effect:
             case PostWave(wave=wave):
                 assert not self.is_ending, "posted after it had begun to end"
+                assert not self.waits_for, "posted before the blocks were ready"
+                assert self.has_room, "posted without room to land in"
                 assert wave not in self.in_flight | self.arrived, "posted twice"
                 self.in_flight.add(wave)
                 assert len(self.in_flight) <= self.window, "over the window"
@@ -982,7 +1128,17 @@ class Ledger:
             case RenewLease(sources=sources):
                 assert sources
                 assert not set(sources) & self.asked, "renewed with one that was asked"
+                assert not set(sources) & self.declined, "renewed with one let go"
+            case DeclineSource(source=source):
+                assert not self.waves_of(source), "let one go that is read from"
+                assert source not in self.declined, "let go twice"
+                self.declined.add(source)
+            case TakeRoom():
+                assert not self.waits_for, "room was taken before it was needed"
             case RunFinish():
+                assert "caller" not in self.waits_for, (
+                    "zeroed before the caller's event"
+                )
                 assert not self.is_finishing, "finished twice"
                 self.is_finishing = True
             case QuarantineBlocks(waves=waves):
@@ -1031,6 +1187,7 @@ def alphabet(plan: Planned) -> Iterator[tuple[Event, float]]:
         for event in (
             plan,
             BlocksReady(),
+            RoomTaken(),
             FinishEnded(),
             FinishFailed(FAILED),
             PullFailed(EXPIRED),
@@ -1042,20 +1199,26 @@ def alphabet(plan: Planned) -> Iterator[tuple[Event, float]]:
         yield WaveSettled(wave, FAILED), 0.0
         yield WaveLost(wave, LOST), 0.0
     for source in range(plan.sources):
+        yield SourceReady(source), 0.0
         yield ConfirmArrived(source), 0.0
         yield SourceFailed(source, LOST), 0.0
     yield from ((PullTicked(), at) for at in (0.0, RENEW_EVERY_S, DEADLINE_AT))
 
 
 @pytest.mark.parametrize(
-    ("wave_sources", "sources", "window"),
-    [((), 1, 1), ((0, 1), 2, 1), ((0, 0, 1), 2, 2), ((1, 0, 1), 2, 3)],
+    ("wave_sources", "sources", "unready", "window"),
+    [
+        ((), 1, (), 1),
+        ((0, 1), 2, (1,), 1),
+        ((0, 0, 1), 2, (), 2),
+        ((1, 0, 1), 2, (0, 1), 3),
+    ],
 )
 def test_fail_closed_in_every_state_that_any_sequence_of_events_can_reach(
-    wave_sources: tuple[int, ...], sources: int, window: int
+    wave_sources: tuple[int, ...], sources: int, unready: tuple[int, ...], window: int
 ) -> None:
     """An exhaustive walk: whatever comes in whatever order, the ledger agrees."""
-    plan = Planned(wave_sources=wave_sources, sources=sources)
+    plan = Planned(wave_sources=wave_sources, sources=sources, unready=unready)
     events = list(alphabet(plan))
     start = pull(window=window), Ledger(plan, window)
     frontier, seen, reached = [start], set(), set()
@@ -1090,10 +1253,13 @@ class PullModel(RuleBasedStateMachine):
 
     @initialize(
         wave_sources=st.lists(st.integers(0, 3), max_size=12).map(tuple),
+        unready=st.sets(st.integers(0, 3)).map(sorted).map(tuple),
         window=st.integers(1, 5),
     )
-    def open(self, wave_sources: tuple[int, ...], window: int) -> None:
-        self.plan = Planned(wave_sources=wave_sources, sources=4)
+    def open(
+        self, wave_sources: tuple[int, ...], unready: tuple[int, ...], window: int
+    ) -> None:
+        self.plan = Planned(wave_sources=wave_sources, sources=4, unready=unready)
         self.machine = pull(window=window)
         self.ledger = Ledger(self.plan, window)
         self.now = 0.0
@@ -1108,6 +1274,14 @@ class PullModel(RuleBasedStateMachine):
     @rule()
     def blocks_are_ready(self) -> None:
         self.let_in(BlocksReady())
+
+    @rule(source=st.integers(-1, 5))
+    def any_source_is_ready(self, source: int) -> None:
+        self.let_in(SourceReady(source))
+
+    @rule()
+    def there_is_room(self) -> None:
+        self.let_in(RoomTaken())
 
     @rule(wave=st.integers(0, 12))
     def any_wave_settles(self, wave: int) -> None:
@@ -1158,7 +1332,12 @@ class PullModel(RuleBasedStateMachine):
         machine, ledger = clone(self.machine), clone(self.ledger)
         was_ending = ledger.is_ending
         if machine.state is S.PLANNED:
+            for source in self.plan.unready:
+                drive(machine, ledger, SourceReady(source), 0.0)
+        if machine.state is S.PLANNED:
             drive(machine, ledger, BlocksReady(), 0.0)
+        if machine.state is S.QUEUED:
+            drive(machine, ledger, RoomTaken(), 0.0)
         while ledger.in_flight:
             drive(machine, ledger, WaveSettled(min(ledger.in_flight)), 0.0)
         for source in range(4):

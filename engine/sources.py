@@ -1,0 +1,138 @@
+"""`Sources`: a set of producer ranks, with everything prepared for reading from them.
+
+`Preparer` makes them and takes them apart; who uses them, and until when, is the
+business of `kvferry.engine.peers`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from kvferry.engine.plan import prepare_plan
+from kvferry.protocol.errors import FerryError, MisuseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from structlog.typing import FilteringBoundLogger
+
+    from kvferry.engine.config import EngineConfig
+    from kvferry.engine.fabric.base import Fabric, Prepared
+    from kvferry.engine.images import BulkSection
+    from kvferry.engine.peers import Peer
+    from kvferry.engine.plan import Plan
+    from kvferry.engine.sections import Rows, Section
+    from kvferry.engine.staging import Staging
+    from kvferry.protocol.identity import EngineKey
+    from kvferry.protocol.layout import CacheLayout
+
+__all__ = ("Preparer", "Sources")
+
+
+@dataclass(eq=False)
+class Sources:
+    """A set of producer ranks, with a plan and its rows prepared.
+
+    Attributes:
+        peers: In the order in which waves number them.
+        prepared: By peer and section of its plan, those in bulk last, the two
+            sides: ours, theirs.
+        users: Pulls that may still make transfers of it, or have one in flight.
+        is_stale: One of its peers is gone: discard it when nobody uses it.
+    """
+
+    peers: tuple[Peer, ...]
+    plan: Plan[EngineKey]
+    prepared: list[list[tuple[Prepared, Prepared]]]
+    users: int = 0
+    is_stale: bool = False
+
+
+class Preparer:
+    """Makes sources of connected peers."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: CacheLayout,
+        fabric: Fabric,
+        *,
+        staging: Staging,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._fabric = fabric
+        self._staging = staging
+        self._log = log
+
+    def prepare(self, peers: tuple[Peer, ...]) -> Sources:
+        """Plan reading from these peers, and prepare the rows of the plan.
+
+        Raises:
+            ImpossiblePlan: The layouts cannot be paired.
+            PeerError: The transport does not know a peer any more.
+        """
+        plan = self._plan(peers)
+        sources = Sources(peers, plan, [[] for _ in peers])
+        try:
+            for peer, pairs in zip(peers, sources.prepared, strict=True):
+                for section in plan.peers[peer.key].sections:
+                    rows = section.local_rows
+                    pairs.append(self._prepare_section(peer, section, rows))
+                for bulk in plan.peers[peer.key].bulk:
+                    rows = self._staging.rows(bulk)
+                    pairs.append(self._prepare_section(peer, bulk, rows))
+        except FerryError:
+            self.discard(sources)
+            raise
+        return sources
+
+    def discard(self, sources: Sources) -> None:
+        """Give the rows back; nothing may be in flight that was made of them."""
+        for prepared in chain.from_iterable(chain.from_iterable(sources.prepared)):
+            self._give_back(partial(self._fabric.discard, prepared))
+        sources.prepared.clear()
+
+    def _plan(self, peers: Sequence[Peer]) -> Plan[EngineKey]:
+        """Plan, without bulk landings if there is no memory for them."""
+        while True:
+            policy = self._staging.policy()
+            plan = prepare_plan(
+                self._layout,
+                {peer.key: peer.card.layout for peer in peers},
+                reader=self._config.rank.tp,
+                skip_groups=self._config.skip_groups,
+                policy=policy,
+            )
+            try:
+                for peer in peers:
+                    self._staging.make_room(plan.peers[peer.key].bulk)
+            except MisuseError as error:
+                self._log.warning("no_staging", error=str(error))
+                self._staging.switch_off()
+            else:
+                return plan
+
+    def _prepare_section(
+        self, peer: Peer, section: Section | BulkSection, rows: Rows
+    ) -> tuple[Prepared, Prepared]:
+        ours = self._fabric.prepare(None, section.local_memory, rows)
+        try:
+            theirs = self._fabric.prepare(
+                peer.agent, section.remote_memory, section.remote_rows
+            )
+        except FerryError:
+            self._fabric.discard(ours)
+            raise
+        return ours, theirs
+
+    def _give_back(self, call: Callable[[], None]) -> None:
+        """What the transport does not give back costs memory, and no request."""
+        try:
+            call()
+        except FerryError as error:
+            self._log.warning("let_go_failed", error=str(error))
