@@ -91,6 +91,7 @@ class _Write(NamedTuple):
     our_ids: npt.NDArray[np.int32]
     theirs: Prepared
     their_ids: npt.NDArray[np.int32]
+    bytes: int
 
 
 class Delivery:
@@ -101,6 +102,7 @@ class Delivery:
         register: Where to, as the consumer has told.
         cause: Why it did not land.
         bytes, descriptors, waves: Of everything that has become ready.
+        written_bytes: How many of those bytes have been written.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class Delivery:
         config = services.config
         self.reader: EngineKey = target.key
         self.register = register
-        self.bytes = self.descriptors = 0
+        self.bytes = self.descriptors = self.written_bytes = 0
         self._services = services
         self._target = target
         self._link = target.link
@@ -258,8 +260,15 @@ class Delivery:
             ours, theirs = prepared.pairs[part.index]
             self.bytes += part.bytes
             self.descriptors += part.descriptors
+            run_bytes = part.run_bytes()
             for wave in part.waves(self._services.config.wave_bytes):
-                yield _Write(ours, part.remote_ids[wave], theirs, part.local_ids[wave])
+                yield _Write(
+                    ours,
+                    part.remote_ids[wave],
+                    theirs,
+                    part.local_ids[wave],
+                    int(run_bytes[wave].sum()),
+                )
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -295,6 +304,8 @@ class Delivery:
         )
 
     def _settled(self, number: int, cause: FerryError | None) -> None:
+        if cause is None:
+            self.written_bytes += self._writes[number].bytes
         self.feed(WriteSettled(number, self._about(cause)))
         self._clear_up()
 

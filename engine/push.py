@@ -103,6 +103,14 @@ class PushStream:
         self.report: PushReport | None = None
         self._push = push
 
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that have been written so far, to all ranks of the consumer.
+
+        A progress: nobody has confirmed them before the block has been left.
+        """
+        return self._push.written_bytes
+
     async def ready(
         self,
         *,
@@ -428,6 +436,11 @@ class _Push:
         self._deliveries: dict[EngineKey, Delivery] = {}
         self._started: set[EngineKey] = set()
         self._over = trio.Event()
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes whose writes have ended well."""
+        return sum(each.written_bytes for each in self._deliveries.values())
 
     async def run(self) -> None:
         """Drive it to its outcome."""

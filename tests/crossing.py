@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from contextlib import AsyncExitStack
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
@@ -21,7 +21,7 @@ from kvferry.protocol.ticket import Contact
 from tests.oracle import expect, fill_producer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from kvferry.engine import TransferEngine, TransferReport
     from kvferry.engine.fabric import Fabric
@@ -169,6 +169,60 @@ async def cross_pushed(
         return [], errors
     slack = {name: unit - 1 for name, unit in case.units().items()}
     return expect(target, case.request, slack_tokens=slack), errors
+
+
+class Pushing(NamedTuple):
+    """The producer's half of a push between two processes.
+
+    Attributes:
+        contact: Of all ranks.
+        run: Pushes from each.
+    """
+
+    contact: Contact
+    run: Callable[[], Awaitable[None]]
+
+
+async def pushing(
+    case: Case,
+    stack: AsyncExitStack,
+    fabric: Callable[[str], Fabric],
+    streams: Streams | None,
+) -> Pushing:
+    """Engines that stay open as long as the stack, ready to push."""
+    producers = await _opened(case, stack, fabric, streams)
+    for number, (_, pool) in enumerate(producers):
+        fill_producer(pool, case.request, seed=number)
+
+    async def run() -> None:
+        async with trio.open_nursery() as nursery:
+            for engine, pool in producers:
+                nursery.start_soon(_push, case, engine, pool, random.Random(case.seed))
+
+    return Pushing(Contact.merge(engine.contact for engine, _ in producers), run)
+
+
+async def expected(
+    case: Case, contact: Contact, fabric: Fabric, streams: Streams | None
+) -> list[str]:
+    """The consumer's half; what the oracle finds wrong.
+
+    A push waits for all ranks of the consumer, and the case has one: here it is the
+    only one of its instance, whatever part of the heads it holds.
+    """
+    target = case.consumer_pool()
+    config = EngineConfig(engine_id="consumer", identity=IDENTITY)
+    async with open_engine(
+        config, target.cache, fabric=fabric, streams=streams
+    ) as engine:
+        await engine.expect(
+            contact,
+            case.request.local,
+            request_id=REQUEST,
+            computed_tokens=case.request.computed_tokens,
+        )
+    slack = {name: unit - 1 for name, unit in case.units().items()}
+    return expect(target, case.request, slack_tokens=slack)
 
 
 async def _push(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import subprocess
@@ -13,12 +14,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def blocks() -> list[str]:
+    """The README's Python blocks."""
+    text = (ROOT / "README.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
 def sample() -> str:
-    """The README's one Python block."""
-    [code] = re.findall(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
-    )
-    return code
+    """The first of them, which is whole."""
+    return blocks()[0]
 
 
 @pytest.mark.nixl
@@ -43,6 +47,12 @@ def test_the_readmes_sample_is_short() -> None:
         if line.strip() and not line.startswith(("import", "from"))
     ]
     assert len(lines) <= 20
+
+
+@pytest.mark.parametrize("code", blocks())
+def test_the_readmes_excerpts_are_python(code: str) -> None:
+    """Those that continue the sample compile, as in an async function."""
+    compile(code, "README.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def test_the_drawn_lifecycles_are_the_tables() -> None:

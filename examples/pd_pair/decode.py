@@ -1,34 +1,35 @@
-"""One rank of the consumer: pulls a prompt's blocks, and rank 0 goes on from there.
+"""One rank of the consumer: gets a prompt's blocks, and rank 0 goes on from there.
 
 Rank 0 admits a prompt: it looks up what is held already and takes blocks for the
-rest. Then every rank pulls its heads, each for itself. Rank 0 continues greedily:
-alone, in the very blocks that were pulled; with other ranks, in a pool of its own
+rest. Then every rank pulls its heads, or lets them be pushed, each for itself. Rank 0 continues greedily:
+alone, in the very blocks that were filled; with other ranks, in a pool of its own
 that it puts together from what they left in files. It writes what the comparison
 needs to a file. Blocks are kept, so that a later prompt with the same beginning
 finds them. The first failure ends the process: one typed line, exit status 1.
 
-Orders: ``admit`` and ``continue`` (rank 0 only), ``pull``.
-Answers: ``ready``, ``admitted``, ``pulled``, ``continued`` and ``failed``.
+Orders: ``admit`` and ``continue`` (rank 0 only), ``pull``, ``expect``.
+Answers: ``ready``, ``admitted``, ``received``, ``continued`` and ``failed``.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import trio
 from generate import PREFILL_CHUNK, continue_greedily
 from safetensors.torch import save_file
-from side import open_side, side_arguments
+from side import PUSH_S, one_line, open_side, side_arguments
 
 from kvferry.engine import FerryError, Span, TransferReport
-from kvferry.protocol import Ticket
+from kvferry.protocol import Contact, Ticket
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Awaitable, Iterable, Sequence
 
     from pools import PagedPool
     from side import Scheduler, Side
@@ -59,7 +60,7 @@ class Prefix(NamedTuple):
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    """Serves the router until it closes the line, or a pull fails.
+    """Serves the router until it closes the line, or a transfer fails.
 
     Returns:
         The exit status.
@@ -74,7 +75,9 @@ async def main(arguments: argparse.Namespace) -> int:
                     case "admit":
                         held[request] = admitted(side, held, order)
                     case "pull":
-                        await pull(side, order)
+                        await receive(side, order, pull(side, order))
+                    case "expect":
+                        await receive(side, order, expect(side, order))
                     case "continue":
                         await continue_prompt(side, held[request], order)
                     case unknown:
@@ -156,27 +159,52 @@ def holds(pool: PagedPool, earlier: Admitted, tokens: int, wanted: int) -> bool:
     return None not in earlier.tables[pool.group.name][first:last]
 
 
-async def pull(side: Side, order: dict[str, Any]) -> None:
-    """Pulls this rank's share of what is missing of a prompt.
-
-    Raises:
-        FerryError: The pull failed; the blocks hold nothing to be trusted.
-    """
-    report = await side.engine.pull(
+async def pull(side: Side, order: dict[str, Any]) -> TransferReport:
+    """Pulls this rank's share of what is missing of a prompt."""
+    return await side.engine.pull(
         Ticket.from_dict(order["ticket"]),
-        {
-            name: Span(span["block_ids"], first_token=span["first_token"])
-            for name, span in order["spans"].items()
-        },
+        destination(order),
         computed_tokens=order["computed_tokens"],
     )
+
+
+async def expect(side: Side, order: dict[str, Any]) -> TransferReport:
+    """Lets this rank's share be pushed, whenever the prefill comes to it."""
+    return await side.engine.expect(
+        Contact.from_dict(order["contact"]),
+        destination(order),
+        request_id=order["request"],
+        computed_tokens=order["computed_tokens"],
+        deadline_s=PUSH_S,
+    )
+
+
+def destination(order: dict[str, Any]) -> dict[str, Span]:
+    """The blocks that are to be filled."""
+    return {
+        name: Span(span["block_ids"], first_token=span["first_token"])
+        for name, span in order["spans"].items()
+    }
+
+
+async def receive(
+    side: Side, order: dict[str, Any], transfer: Awaitable[TransferReport]
+) -> None:
+    """Gets this rank's share, and says so.
+
+    Raises:
+        FerryError: It failed; the blocks hold nothing to be trusted.
+    """
+    report = await transfer
+    ready_at = perf_counter()
     side.note_used(order["tables"])
     if order["share"]:
         side.save_share(order["tables"], order["share"])
     side.router.say(
-        "pulled",
+        "received",
         others_untouched=side.pools.is_untouched_outside(side.used),
         report=report_fields(report),
+        ready_at=ready_at,
     )
 
 
@@ -226,11 +254,6 @@ def report_fields(report: TransferReport) -> dict[str, Any]:
         "zeroed_tokens": report.zeroed_tokens,
         "phases_s": dict(report.phases_s),
     }
-
-
-def one_line(error: FerryError) -> str:
-    """The error's type and message, whatever line breaks the message has."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 if __name__ == "__main__":

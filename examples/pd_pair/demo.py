@@ -2,7 +2,7 @@
 
 The router passes JSON: questions, tickets, first tokens. The cache itself goes
 from process to process by kvferry. Two prompts run, the second of which shares
-its beginning with the first, so that decode pulls only the rest, unless the model
+its beginning with the first, so that decode gets only the rest, unless the model
 has states, which know no beginnings. Beside them a reference process runs the same
 prompts alone, and everything is compared. README.md says what is real and what is
 put together for the comparison.
@@ -25,11 +25,13 @@ from typing import TYPE_CHECKING
 
 import trio
 from child import Child, DemoError, run_script, within
-from instance import START_S, Pair, Served, open_instance
+from instance import MODES, START_S, Pair, Served, open_instance
 from models import MODELS
 from models.groups import PagedGroup, StateGroup
 from prompts import QUESTIONS
 from summary import request_summary
+
+from kvferry.protocol import Contact
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -222,9 +224,11 @@ async def open_pair(
         )
     )
     async with prefill as producer, decode as consumer:
-        for instance in (producer, consumer):
-            await instance.answers("ready", within_s=START_S)
-        yield Pair(producer, consumer, folder, options.steps)
+        answers = await producer.answers("ready", within_s=START_S)
+        contacts = [Contact.from_dict(answer["contact"]) for answer in answers]
+        contact = Contact.merge(contacts)
+        await consumer.answers("ready", within_s=START_S)
+        yield Pair(producer, consumer, contact, folder, options.steps, options.mode)
 
 
 async def _fail_on_terminate() -> None:
@@ -268,6 +272,12 @@ def parsed_options(arguments: Sequence[str] | None = None) -> argparse.Namespace
         metavar="P:D",
         help=f"axis order of tensors with heads: {' or '.join(LAYOUTS)}",
     )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="pull",
+        help="how the cache travels: pulled, pushed, or layer by layer while prefill runs",
+    )
     parser.add_argument("--steps", type=int, default=32, help="tokens to continue")
     parser.add_argument(
         "--kill-prefill", action="store_true", help="in the middle of a pull"
@@ -284,6 +294,10 @@ def parsed_options(arguments: Sequence[str] | None = None) -> argparse.Namespace
         parser.error(f"layouts are {', '.join(LAYOUTS)}")
     if options.kill_prefill and options.tp != ("1", "1"):
         parser.error("--kill-prefill wants one rank on either side")
+    if options.kill_prefill and options.mode != "pull":
+        parser.error("--kill-prefill wants --mode pull")
+    if options.mode == "stream" and options.tp[0] != "1":
+        parser.error("--mode stream wants one rank of prefill: that is the model's")
     return options
 
 

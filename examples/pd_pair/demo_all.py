@@ -38,6 +38,12 @@ FORMS = (
     "--model tiny --tp 2:1",
     "--model tiny --tp 1:2",
     "--model hybrid --tp 2:1 --block 64:16 --layout nhd:hnd",
+    "--model smollm2 --mode push",
+    "--model smollm2 --mode stream",
+    "--model smollm2 --mode push --tp 3:1 --block 64:16",
+    "--model smollm2 --mode stream --tp 1:3 --layout hnd:nhd",
+    "--model mla --mode stream",
+    "--model window --mode stream --block 16:64",
 )
 SHORT_STEPS = 4
 SHORT_FORMS = (
@@ -45,6 +51,8 @@ SHORT_FORMS = (
     "--model hybrid --tp 1:2",
     "--model mla",
     "--model window --block 16:64",
+    "--model tiny --mode push --tp 2:1",
+    "--model hybrid --mode stream --tp 1:2",
 )
 
 

@@ -20,15 +20,19 @@ __all__ = ("PREFILL_CHUNK", "continue_greedily", "prefill")
 PREFILL_CHUNK = 128
 
 
-def prefill(model: Any, cache: Cache, token_ids: Sequence[int]) -> int:  # noqa: ANN401
+def prefill(
+    model: Any,  # noqa: ANN401
+    cache: Cache,
+    token_ids: Sequence[int],
+    chunk: int = PREFILL_CHUNK,
+) -> int:
     """Runs a prompt through the model and returns the first token after it.
 
     Afterwards the cache holds exactly the prompt; the token returned is not in it.
     """
     logits = torch.empty(0)
-    for first in range(0, len(token_ids), PREFILL_CHUNK):
-        chunk = token_ids[first : first + PREFILL_CHUNK]
-        logits = _last_logits(model, cache, chunk, first)
+    for first in range(0, len(token_ids), chunk):
+        logits = _last_logits(model, cache, token_ids[first : first + chunk], first)
     return int(logits.argmax())
 
 

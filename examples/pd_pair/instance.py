@@ -1,6 +1,6 @@
 """The router's view of the two sides: all ranks of each, and one request across them.
 
-Rank 0 of a side schedules and runs the model, every rank offers or pulls its own
+Rank 0 of a side schedules and runs the model, every rank offers, pushes or gets its own
 share. What passes through here is JSON: block ids, tickets, first tokens, and the
 names of the files in which the ranks of one side leave shares for each other.
 """
@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any
 from child import Child, DemoError, open_child
 from prompts import QUESTIONS
 
-from kvferry.protocol import Ticket
+from kvferry.protocol import Contact, Ticket
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ("Instance", "Pair", "Served", "open_instance")
+__all__ = ("MODES", "Instance", "Pair", "Served", "open_instance")
+
+MODES = ("pull", "push", "stream")
 
 START_S = 60.0
 PREFILL_S = 60.0
-PULL_S = 60.0
+TRANSFER_S = 60.0
 CONTINUE_S = 90.0
 END_S = 30.0
 
@@ -72,21 +74,27 @@ class Served:
     Attributes:
         request: Its name.
         prefilled, admitted, continued: Rank 0's answers.
-        pulled: Every consumer rank's.
+        received: Every consumer rank's.
         result: Where decode left its tensors.
     """
 
     request: str
     prefilled: dict[str, Any]
     admitted: dict[str, Any]
-    pulled: list[dict[str, Any]]
+    received: list[dict[str, Any]]
     continued: dict[str, Any]
     result: Path
 
     @property
     def others_untouched(self) -> bool:
         """Did no rank find a foreign block changed?"""
-        return all(answer["others_untouched"] for answer in self.pulled)
+        return all(answer["others_untouched"] for answer in self.received)
+
+    @property
+    def ready_s(self) -> float:
+        """From the end of the prefill to the last rank's cache, by the host's clock."""
+        ready_at: float = max(answer["ready_at"] for answer in self.received)
+        return ready_at - float(self.prefilled["ended_at"])
 
 
 @dataclass(frozen=True)
@@ -95,56 +103,18 @@ class Pair:
 
     Attributes:
         prefill, decode: The instances.
+        contact: Where all ranks of prefill are.
         folder: For files.
         steps: Tokens to continue.
+        mode: How the cache travels; one of `MODES`.
     """
 
     prefill: Instance
     decode: Instance
+    contact: Contact
     folder: Path
     steps: int
-
-    async def offer(self, request: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Has a prompt prefilled and offered.
-
-        Returns:
-            What rank 0 says of it, and one ticket for all ranks.
-        """
-        share = str(self.folder / f"{request}.prefill")
-        order = {"request": request, "share": None}
-        if len(self.prefill.ranks) > 1:
-            order["share"] = share
-        await self.prefill.first.order(
-            **order, op="prefill", question=QUESTIONS[request]
-        )
-        prefilled = await self.prefill.first.answer("prefilled", within_s=PREFILL_S)
-        await self.prefill.order_all(
-            **order,
-            op="offer",
-            tables=prefilled["tables"],
-            prompt_tokens=prefilled["prompt_tokens"],
-        )
-        answers = await self.prefill.answers("ticket", within_s=END_S)
-        tickets = [Ticket.from_dict(answer["ticket"]) for answer in answers]
-        return prefilled, Ticket.merge(tickets).to_dict()
-
-    async def order_pull(self, request: str, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Has a prompt admitted, and every rank of decode begin its pull.
-
-        Returns:
-            What rank 0 says of it.
-        """
-        await self.decode.first.order(
-            op="admit", request=request, question=QUESTIONS[request], steps=self.steps
-        )
-        admitted = await self.decode.first.answer("admitted", within_s=END_S)
-        shares: Sequence[str | None]
-        shares = self.decode.shares(self.folder, request) or [None]
-        for child, share in zip(self.decode.ranks, shares, strict=True):
-            await child.order(
-                **admitted, op="pull", request=request, ticket=ticket, share=share
-            )
-        return admitted
+    mode: str
 
     async def serve(self, request: str) -> Served:
         """One request from prompt to last token.
@@ -152,13 +122,17 @@ class Pair:
         Raises:
             DemoError: A step failed, or the producer's blocks were not released.
         """
-        prefilled, ticket = await self.offer(request)
-        admitted = await self.order_pull(request, ticket)
-        pulled = await self.decode.answers("pulled", within_s=PULL_S)
+        if self.mode == "pull":
+            prefilled, ticket = await self.offer(request)
+            admitted = await self.order_pull(request, ticket)
+        else:
+            admitted = await self.order_expect(request)
+            prefilled = await self.order_push(request)
+        received = await self.decode.answers("received", within_s=TRANSFER_S)
         ended = await self.prefill.answers("outcome", within_s=END_S)
-        outcomes = [answer["outcome"] for answer in ended]
-        if set(outcomes) != {"released"}:
-            raise DemoError(f"{request}: the offers ended {', '.join(outcomes)}")
+        outcomes = {answer["outcome"] for answer in ended}
+        if outcomes != {"released" if self.mode == "pull" else "pushed"}:
+            raise DemoError(f"{request}: the producer says {', '.join(outcomes)}")
         await self.prefill.first.order(op="free", request=request)
         result = self.folder / f"{request}.result"
         await self.decode.first.order(
@@ -170,7 +144,77 @@ class Pair:
             result=str(result),
         )
         continued = await self.decode.first.answer("continued", within_s=CONTINUE_S)
-        return Served(request, prefilled, admitted, pulled, continued, result)
+        return Served(request, prefilled, admitted, received, continued, result)
+
+    async def offer(self, request: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Has a prompt prefilled and offered.
+
+        Returns:
+            What rank 0 says of it, and one ticket for all ranks.
+        """
+        prefilled = await self._prefill_and("offer", request)
+        answers = await self.prefill.answers("ticket", within_s=END_S)
+        tickets = [Ticket.from_dict(answer["ticket"]) for answer in answers]
+        return prefilled, Ticket.merge(tickets).to_dict()
+
+    async def order_push(self, request: str) -> dict[str, Any]:
+        """Has a prompt prefilled and pushed, one after the other or both at once.
+
+        Returns:
+            What rank 0 says of it.
+        """
+        if self.mode == "push":
+            return await self._prefill_and("push", request)
+        question = QUESTIONS[request]
+        await self.prefill.first.order(op="stream", request=request, question=question)
+        return await self.prefill.first.answer("prefilled", within_s=PREFILL_S)
+
+    async def _prefill_and(self, op: str, request: str) -> dict[str, Any]:
+        """Has rank 0 prefill a prompt, and gives every rank an order for the cache."""
+        order = {"request": request, "share": None}
+        if len(self.prefill.ranks) > 1:
+            order["share"] = str(self.folder / f"{request}.prefill")
+        await self.prefill.first.order(
+            **order, op="prefill", question=QUESTIONS[request]
+        )
+        prefilled = await self.prefill.first.answer("prefilled", within_s=PREFILL_S)
+        await self.prefill.order_all(
+            **order,
+            op=op,
+            tables=prefilled["tables"],
+            prompt_tokens=prefilled["prompt_tokens"],
+        )
+        return prefilled
+
+    async def order_pull(self, request: str, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Has a prompt admitted, and every rank of decode begin its pull.
+
+        Returns:
+            What rank 0 says of it.
+        """
+        return await self._admit_and("pull", request, ticket=ticket)
+
+    async def order_expect(self, request: str) -> dict[str, Any]:
+        """Has a prompt admitted, and every rank of decode expect its push.
+
+        Returns:
+            What rank 0 says of it.
+        """
+        contact = self.contact.to_dict()
+        return await self._admit_and("expect", request, contact=contact)
+
+    async def _admit_and(
+        self, op: str, request: str, **source: dict[str, Any]
+    ) -> dict[str, Any]:
+        await self.decode.first.order(
+            op="admit", request=request, question=QUESTIONS[request], steps=self.steps
+        )
+        admitted = await self.decode.first.answer("admitted", within_s=END_S)
+        shares: Sequence[str | None]
+        shares = self.decode.shares(self.folder, request) or [None]
+        for child, share in zip(self.decode.ranks, shares, strict=True):
+            await child.order(**admitted, **source, op=op, request=request, share=share)
+        return admitted
 
     async def finish(self) -> None:
         """Has both sides end; the consumer first, so that nobody is left reading."""

@@ -11,6 +11,7 @@ States are the opposite. A model advances its state in place, so it works in a c
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +21,20 @@ if TYPE_CHECKING:
     from models.groups import StateGroup
     from pools import Blocks, PagedPool, Pools, Tables
 
-__all__ = ("paged_cache", "save_states", "states_of")
+__all__ = ("Written", "paged_cache", "save_states", "states_of")
 
 
-def paged_cache(pools: Pools, tables: Tables, *, tokens: int = 0) -> Cache:
+Written = Callable[[int, int, int], None]
+"""Told of a layer and its tokens ``[first, last)``, whose keys and values are final."""
+
+
+def paged_cache(
+    pools: Pools,
+    tables: Tables,
+    *,
+    tokens: int = 0,
+    on_written: Written | None = None,
+) -> Cache:
     """A cache for one request that reads and writes the tables' blocks.
 
     Args:
@@ -31,11 +42,13 @@ def paged_cache(pools: Pools, tables: Tables, *, tokens: int = 0) -> Cache:
         tables: By group the request's blocks, from token 0 on, or its slot.
         tokens: How many tokens they hold already, be they pulled, shared with an
             earlier request, or none.
+        on_written: Called in the middle of a forward pass, in the model's thread, each
+            time that a layer has written its new tokens into the blocks.
     """
     layers: dict[int, Any] = {}
     for name, pool in pools.paged.items():
         for layer in pool.group.layers:
-            layers[layer] = PagedLayer(pool, layer, tables[name], tokens)
+            layers[layer] = PagedLayer(pool, layer, tables[name], tokens, on_written)
     for states in pools.states.values():
         layers |= {layer: LinearAttentionLayer() for layer in states.group.layers}
     cache = Cache(layers=[layers[layer] for layer in sorted(layers)])
@@ -89,6 +102,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         layer: int,
         block_ids: Blocks,
         tokens: int,
+        on_written: Written | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_sliding = pool.group.window is not None
@@ -98,6 +112,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._block_size = pool.block_size
         self._block_ids = torch.tensor([-1 if i is None else i for i in block_ids])
         self._tokens = tokens
+        self._layer = layer
+        self._on_written = on_written
 
     def lazy_initialization(
         self, key_states: torch.Tensor, value_states: torch.Tensor
@@ -125,6 +141,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             # Two index arrays around a slice: the indexed axis comes first.
             plane[blocks, :, places] = states[0].transpose(0, 1)
         self._tokens = last
+        if self._on_written is not None:
+            self._on_written(self._layer, first, last)
         seen = self._group.first_needed(first)
         key, value = (self._gathered(plane, seen, last) for plane in self._planes)
         return key, value

@@ -1,23 +1,28 @@
-"""One rank of the producer: runs prompts, offers their blocks.
+"""One rank of the producer: runs prompts, offers or pushes their blocks.
 
 Rank 0 prefills a prompt, and leaves the cache in a file if there are other ranks.
 Then every rank takes its heads and offers them, each for itself, under the same
-request and in the same blocks; the router merges their tickets into one. A rank
-holds its blocks until its offer has ended, whichever way, and says how it did; the
-router knows when the last has, and has rank 0 free them.
+request and in the same blocks; the router merges their tickets into one. Or it pushes
+them to the consumer, which expects them. Or rank 0, if it is the only one, streams
+them: each layer leaves as soon as it is computed. A rank holds its blocks until its
+offer or push has ended, whichever way, and says how it did; the router knows when the
+last has, and has rank 0 free them.
 
-Orders: ``prefill`` and ``free`` (rank 0 only), ``offer``.
+Orders: ``prefill``, ``stream`` and ``free`` (rank 0 only), ``offer``, ``push``.
 Answers: ``ready``, ``prefilled``, ``ticket`` and ``outcome``.
 """
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import trio
 from generate import prefill
 from safetensors.torch import load_file, save_file
-from side import open_side, side_arguments
+from side import PUSH_S, one_line, open_side, side_arguments
+
+from kvferry.engine import FerryError
 
 if TYPE_CHECKING:
     import argparse
@@ -37,6 +42,10 @@ async def main(arguments: argparse.Namespace) -> None:
                     held[request] = await prefill_prompt(side, order)
                 case "offer":
                     nursery.start_soon(say_how_it_ended, side, offered(side, order))
+                case "push":
+                    nursery.start_soon(push, side, order)
+                case "stream":
+                    held[request] = await stream_prompt(side, order)
                 case "free":
                     side.scheduler.give_back(held.pop(request))
                 case unknown:
@@ -52,7 +61,7 @@ async def prefill_prompt(
     The model runs in a thread: an engine whose loop stands still could neither
     renew a lease nor move the bytes of an earlier offer.
     """
-    started_at = trio.current_time()
+    started_at = perf_counter()
     scheduler = side.scheduler
     token_ids = scheduler.prompt(order["question"])
     tables = allocated(scheduler, len(token_ids))
@@ -60,6 +69,7 @@ async def prefill_prompt(
     first_token = await trio.to_thread.run_sync(
         prefill, scheduler.model, cache, token_ids
     )
+    ended_at = perf_counter()
     scheduler.save_states(cache, tables)
     drop_behind_window(scheduler, tables, len(token_ids))
     if order["share"]:
@@ -69,8 +79,45 @@ async def prefill_prompt(
         tables=tables,
         first_token=first_token,
         prompt_tokens=len(token_ids),
-        prefill_s=trio.current_time() - started_at,
+        prefill_s=ended_at - started_at,
+        ended_at=ended_at,
     )
+    return tables
+
+
+async def stream_prompt(
+    side: Side, order: dict[str, Any]
+) -> dict[str, list[int | None]]:
+    """Prefills one prompt and pushes it at the same time; returns its blocks by group.
+
+    `prefill_streamed` says how; the block of `push_stream` ends when decode has it all.
+    """
+    # Imported when needed: a rank without the model does without transformers.
+    from streaming import prefill_streamed  # noqa: PLC0415
+
+    started_at = perf_counter()
+    scheduler = side.scheduler
+    token_ids = scheduler.prompt(order["question"])
+    tables = allocated(scheduler, len(token_ids))
+    async with side.engine.push_stream(
+        order["request"], tables, num_tokens=len(token_ids), deadline_s=PUSH_S
+    ) as stream:
+        first_token = await prefill_streamed(
+            scheduler.model, scheduler.whole, tables, token_ids, stream
+        )
+        ended_at = perf_counter()
+        written = stream.written_bytes
+    drop_behind_window(scheduler, tables, len(token_ids))
+    side.router.say(
+        "prefilled",
+        tables=tables,
+        first_token=first_token,
+        prompt_tokens=len(token_ids),
+        prefill_s=ended_at - started_at,
+        ended_at=ended_at,
+        written_bytes=written,
+    )
+    side.router.say("outcome", outcome="pushed")
     return tables
 
 
@@ -96,14 +143,34 @@ def drop_behind_window(
 
 def offered(side: Side, order: dict[str, Any]) -> Any:  # noqa: ANN401
     """Puts this rank's part of a prompt on offer, and sends the ticket."""
-    tables = order["tables"]
-    if order["share"]:
-        side.pools.copy_in(tables, load_file(order["share"]))
+    take_share(side, order)
     offer = side.engine.offer(
-        order["request"], tables, num_tokens=order["prompt_tokens"]
+        order["request"], order["tables"], num_tokens=order["prompt_tokens"]
     )
     side.router.say("ticket", ticket=offer.ticket.to_dict())
     return offer
+
+
+def take_share(side: Side, order: dict[str, Any]) -> None:
+    """Fills this rank's pool, if the model worked in another one."""
+    if order["share"]:
+        side.pools.copy_in(order["tables"], load_file(order["share"]))
+
+
+async def push(side: Side, order: dict[str, Any]) -> None:
+    """Pushes this rank's part of a prompt, and says how that ended."""
+    take_share(side, order)
+    outcome = "pushed"
+    try:
+        await side.engine.push(
+            order["request"],
+            order["tables"],
+            num_tokens=order["prompt_tokens"],
+            deadline_s=PUSH_S,
+        )
+    except FerryError as error:
+        outcome = one_line(error)
+    side.router.say("outcome", outcome=outcome)
 
 
 async def say_how_it_ended(side: Side, offer: Any) -> None:  # noqa: ANN401

@@ -21,7 +21,13 @@ from prompts import NOTICE
 from router_line import RouterLine, json_logger
 from safetensors.torch import load_file, save_file
 
-from kvferry.engine import EngineConfig, Rank, TransferEngine, open_engine
+from kvferry.engine import (
+    EngineConfig,
+    FerryError,
+    Rank,
+    TransferEngine,
+    open_engine,
+)
 from kvferry.protocol import ModelIdentity
 
 if TYPE_CHECKING:
@@ -32,7 +38,17 @@ if TYPE_CHECKING:
     from models.groups import CacheGroup
     from pools import Tables
 
-__all__ = ("Scheduler", "Side", "open_side", "side_arguments")
+__all__ = (
+    "PUSH_S",
+    "Scheduler",
+    "Side",
+    "one_line",
+    "open_side",
+    "side_arguments",
+)
+
+PUSH_S = 60.0
+"""Deadline of a push on either side: a prefill, and more, lies inside it."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,11 @@ class Side:
         return merge_shares(shares)
 
 
+def one_line(error: FerryError) -> str:
+    """The error's type and message, whatever line breaks the message has."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def side_arguments(
     engine_id: str, *, tokens: int, seed: int
 ) -> argparse.ArgumentParser:
@@ -170,5 +191,5 @@ async def open_side(arguments: argparse.Namespace) -> AsyncIterator[Side]:
         }
         own = Scheduler(known.load(), known.tokenizer(), whole, free)
     async with open_engine(config, pools.described(), logger=json_logger()) as engine:
-        router.say("ready")
+        router.say("ready", contact=engine.contact.to_dict())
         yield Side(router, known.groups(), (rank, ranks), pools, engine, own)

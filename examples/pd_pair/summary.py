@@ -17,7 +17,7 @@ _MIB = 1024 * 1024
 
 def request_summary(question: str, served: Served, comparison: Comparison) -> str:
     """One request in a few lines; the verdict begins the last one."""
-    reports = [answer["report"] for answer in served.pulled]
+    reports = [answer["report"] for answer in served.received]
     total = {
         fact: sum(report[fact] for report in reports)
         for fact in ("bytes", "descriptors", "waves", "zeroed_tokens")
@@ -39,15 +39,26 @@ def request_summary(question: str, served: Served, comparison: Comparison) -> st
         f"{total['waves']} wave(s); {total['zeroed_tokens']} slots zeroed",
         "phases": _phases(phases_s),
         "throughput": _throughput(served, total["bytes"], phases_s),
+        "overlap": _overlap(served, total["bytes"]),
     }
     lines = [f"  {name:<11}{text}" for name, text in rows.items()]
     return "\n".join([served.request, *lines, str(comparison)])
 
 
+def _overlap(served: Served, moved: int) -> str:
+    """What of the transfer the prefill has hidden."""
+    # Only a stream says: all others begin when the prefill has ended.
+    hidden = served.prefilled.get("written_bytes", 0) / moved if moved else 0.0
+    return (
+        f"{hidden:.0%} of the bytes had left before the prefill ended; decode had all "
+        f"of them {served.ready_s * 1000:.1f} ms after it"
+    )
+
+
 def _phases(phases_s: Mapping[str, float]) -> str:
     """Time per phase, in the order they happen.
 
-    The library times the states of a pull, and of ``connecting`` apart what went
+    The library times the states of a pull or a landing, and of ``connecting`` apart what went
     into planning.
     """
     plan_s = phases_s.get("plan", 0.0)
@@ -58,6 +69,10 @@ def _phases(phases_s: Mapping[str, float]) -> str:
         "confirm": phases_s.get("confirming", 0.0),
         "finish": phases_s.get("finishing", 0.0),
     }
+    if "registered" in phases_s:
+        # A landing waits where a pull reads: for the prefill, and for the bytes.
+        del durations_s["read"], durations_s["confirm"]
+        durations_s["wait and land"] = phases_s["registered"]
     return " | ".join(f"{name} {s * 1000:.2f} ms" for name, s in durations_s.items())
 
 
@@ -71,7 +86,7 @@ def _throughput(served: Served, moved: int, phases_s: Mapping[str, float]) -> st
     prefilled, continued = served.prefilled, served.continued
     rates = {
         "read": _mib_per_s(moved, phases_s.get("reading", 0.0)),
-        "whole pull": _mib_per_s(moved, _pull_s(phases_s)),
+        "whole transfer": _mib_per_s(moved, _pull_s(phases_s)),
         "prefill": f"{prefilled['prompt_tokens'] / prefilled['prefill_s']:.0f} tokens/s",
         "decode": f"{continued['steps'] / continued['decode_s']:.1f} tokens/s",
     }

@@ -15,11 +15,12 @@ import structlog
 import trio
 
 import kvferry.engine.fabric.nixl  # noqa: F401 - seconds, before anything is timed
-from kvferry.engine import EngineConfig, FerryError, Span, open_engine
+from kvferry.engine import EngineConfig, Span, open_engine
 from kvferry.engine.fabric.base import Operation
 from kvferry.engine.waves import cut
 from kvferry.protocol import ModelIdentity, Ticket
 from tests.kit import GROUP, IDENTITY, Pool
+from tests.nixl.push_commands import PushCommands, told
 from tests.processes import Answers, live_again
 
 if TYPE_CHECKING:
@@ -35,14 +36,13 @@ class Begun:
     result: Any = None
 
 
-class Told:
+class Told(PushCommands):
     """The commands; each answers with something JSON can say."""
 
     def __init__(
         self, engine: TransferEngine, pool: Pool, nursery: trio.Nursery
     ) -> None:
-        self._engine = engine
-        self._pool = pool
+        super().__init__(engine, pool)
         self._nursery = nursery
         self._offers: dict[str, Offer] = {}
         self._begun: dict[str, Begun] = {}
@@ -84,19 +84,9 @@ class Told:
 
     async def pull(self, ticket: Any, blocks: list[int], settings: Any) -> Any:
         """The report's numbers, or the error's name and fields."""
-        try:
-            report = await self._engine.pull(
-                Ticket.from_dict(ticket), {GROUP: blocks}, **settings
-            )
-        except FerryError as error:
-            return {
-                "error": type(error).__name__,
-                "detail": str(error),
-                "request": error.request_id,
-                "phase": error.phase,
-                "untrusted": {g: str(r) for g, r in error.untrusted.items()},
-            }
-        return {"bytes": report.bytes, "waves": report.waves}
+        return await told(
+            self._engine.pull(Ticket.from_dict(ticket), {GROUP: blocks}, **settings)
+        )
 
     async def begin(
         self,
@@ -177,13 +167,13 @@ class Told:
         Returns:
             How many were.
         """
-        engine, told = self._engine, Ticket.from_dict(ticket)
+        engine, offered = self._engine, Ticket.from_dict(ticket)
         (sources,) = engine._peers._sources.values()
         selection = sources.plan.select(
-            num_tokens=told.num_tokens,
+            num_tokens=offered.num_tokens,
             computed_tokens=0,
             local={GROUP: Span(blocks, 0)},
-            remote={GROUP: Span(told.spans[GROUP].block_ids, 0)},
+            remote={GROUP: Span(offered.spans[GROUP].block_ids, 0)},
         )
         transfers = []
         for wave in cut(
@@ -249,17 +239,19 @@ async def main(settings: str, pool: str, answers: Answers) -> None:
         open_engine(config, described.cache, logger=log) as engine,
         trio.open_nursery() as nursery,
     ):
-        told = Told(engine, described, nursery)
+        commands = Told(engine, described, nursery)
         answers.send({"address": engine.address})
         while line := await trio.to_thread.run_sync(sys.stdin.readline):
             command, *args = json.loads(line)
-            nursery.start_soon(_answer, answers, told, command, args)
+            nursery.start_soon(_answer, answers, commands, command, args)
         nursery.cancel_scope.cancel()
 
 
-async def _answer(answers: Answers, told: Told, command: str, args: list[Any]) -> None:
+async def _answer(
+    answers: Answers, commands: Told, command: str, args: list[Any]
+) -> None:
     try:
-        answers.send(await getattr(told, command)(*args))
+        answers.send(await getattr(commands, command)(*args))
     except Exception as exc:
         answers.fail(f"{type(exc).__name__}: {exc}")
 

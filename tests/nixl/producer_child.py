@@ -13,26 +13,34 @@ import trio
 from kvferry.engine import Span
 from kvferry.engine.fabric.nixl import NixlFabric
 from tests import oracle, planning
-from tests.crossing import offered
+from tests.crossing import offered, pushing
 from tests.processes import Answers
 
 NAMES = {**vars(planning), **vars(oracle), "torch": torch, "Span": Span}
 
 
 async def main(answers: Answers) -> None:
-    """Per line a case as text, answered by its ticket; an empty one in between."""
+    """Per line a case as text; an empty line in between.
+
+    ``offer`` is answered by its ticket, ``push`` by the contact and then, when all
+    ranks have pushed, by ``pushed``.
+    """
     logging.disable(logging.WARNING)
     answers.send("ready")
     number = 0
     while line := await trio.to_thread.run_sync(sys.stdin.readline):
-        text = json.loads(line)[1]
+        command, text = json.loads(line)
         number += 1
         case = eval(text, NAMES)  # noqa: S307 - our own test's text
         async with AsyncExitStack() as stack:
-            ticket = await offered(
-                case, stack, lambda name, n=number: NixlFabric(f"{name}-{n}"), None
-            )
-            answers.send(ticket.to_dict())
+            told = (case, stack, lambda name, n=number: NixlFabric(f"{name}-{n}"), None)
+            if command == "push":
+                push = await pushing(*told)
+                answers.send(push.contact.to_dict())
+                await push.run()
+                answers.send("pushed")
+            else:
+                answers.send((await offered(*told)).to_dict())
             await trio.to_thread.run_sync(sys.stdin.readline)
         answers.send("closed")
 

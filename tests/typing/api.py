@@ -17,6 +17,8 @@ from kvferry.engine import (
     OfferOutcome,
     PagedTensor,
     PeerError,
+    PushReport,
+    PushStream,
     Quarantine,
     Rank,
     Shard,
@@ -30,7 +32,7 @@ from kvferry.engine import (
     tp_shard,
 )
 from kvferry.engine.testing import Hold, Host, Ledger, Rates, Schedule
-from kvferry.protocol import ModelIdentity, Ticket
+from kvferry.protocol import Contact, ModelIdentity, Ticket
 from kvferry.protocol.ranges import Ranges
 
 
@@ -112,6 +114,33 @@ async def serve(cache: KVCache) -> None:
         with trio.move_on_after(1):
             await engine.quarantine.wait_free("full", [3, 7])
             await engine.quarantine.wait_empty()
+
+
+async def push(
+    engine: TransferEngine, written: torch.cuda.Event, computed: trio.Event
+) -> None:
+    """A push in one call, and step by step."""
+    blocks = {"full": [3, 7, 9], "mamba": [2]}
+    assert_type(await engine.push("req-1", blocks, num_tokens=37), PushReport)
+    async with engine.push_stream("req-2", blocks, num_tokens=37) as stream:
+        assert_type(stream, PushStream)
+        await stream.ready(layers=["layers.0"], tokens=(0, 16), after=written)
+        await stream.ready(layers=["layers.1"], after=computed.wait)
+        assert_type(stream.written_bytes, int)
+    assert_type(stream.report, PushReport | None)
+
+
+async def expect(engine: TransferEngine, ranks: list[dict[str, object]]) -> None:
+    """The consumer's half of a push; a ticket says where to as well as a contact."""
+    contact = Contact.merge([Contact.from_dict(rank) for rank in ranks])
+    report = await engine.expect(
+        contact,
+        {"full": Span([5, 6], first_token=16), "mamba": [0]},
+        request_id="req-1",
+        computed_tokens=16,
+        deadline_s=3.0,
+    )
+    assert_type(report, TransferReport)
 
 
 def under_faults(seed: int, config: EngineConfig, cache: KVCache) -> list[str]:
