@@ -53,7 +53,11 @@ class EngineConfig:
         wave_bytes: About how many bytes are posted at once. A post can block the
             loop while its bytes are copied (nixl-facts row 2): 2 MiB are about
             half a millisecond on one host.
-        window: Waves of one pull in flight at once.
+        window: Waves of one request in flight, or waiting for their turn, at once.
+        max_bytes_in_flight, max_peer_bytes_in_flight: About how many bytes are in
+            flight at once, from and to all peers and one peer; others wait for their
+            turn.
+        max_waves_in_flight: How many waves are, likewise.
         landing: ``auto`` lets the cost model choose for each part of the cache
             whether its runs are read one by one to their places (``direct``), or in
             long stretches, holes included, that a copy on the destination's device
@@ -94,6 +98,9 @@ class EngineConfig:
     drain_grace_s: float = 10.0
     wave_bytes: int = 2 * 1024 * 1024
     window: int = 4
+    max_bytes_in_flight: int = 64 * 1024 * 1024
+    max_peer_bytes_in_flight: int = 16 * 1024 * 1024
+    max_waves_in_flight: int = 256
     landing: Landing = "auto"
     staging_bytes: int = 64 * 1024 * 1024
     cost: CostModel = CostModel()  # noqa: RUF009 - frozen

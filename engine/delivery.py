@@ -154,14 +154,17 @@ class Delivery:
             tick=DeliveryTicked(),
             carry_out=self._carry_out,
             on_bug=self._abandon,
+            on_draining=self._drop_waiting,
             log=self._log,
         )
         self.feed = self._driver.feed
         self._flights = Flights(
             services.fabric,
             services.pump,
+            services.traffic,
             on_settled=self._settled,
             on_lost=self._lost,
+            log=self._log,
         )
         self._spans = {
             name: Span(span.block_ids, span.first_token)
@@ -260,20 +263,19 @@ class Delivery:
             ours, theirs = prepared.pairs[part.index]
             self.bytes += part.bytes
             self.descriptors += part.descriptors
-            run_bytes = part.run_bytes()
             for wave in part.waves(self._services.config.wave_bytes):
                 yield _Write(
                     ours,
                     part.remote_ids[wave],
                     theirs,
                     part.local_ids[wave],
-                    int(run_bytes[wave].sum()),
+                    part.bytes_of(wave),
                 )
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case PostWave(wave=number):
-                self._flights.post(number, partial(self._start, number))
+                self._post(number)
             case ReportRegistered():
                 self._send(Registered(*self._name()))
             case SendFinished(waves=waves):
@@ -292,7 +294,21 @@ class Delivery:
             case _:
                 raise FerryInternalError(f"no one does {type(effect).__name__}")
 
+    def _drop_waiting(self) -> None:
+        self._flights.drop_waiting()
+
+    def _post(self, number: int) -> None:
+        self._flights.post(
+            number,
+            partial(self._start, number),
+            peer=str(self.reader),
+            size=self._writes[number].bytes,
+        )
+
     def _start(self, number: int, fabric: Fabric) -> Transfer:
+        if not self._machine.is_held(trio.current_time()):
+            # It was when the wave asked for its turn (case l3).
+            raise LeaseExpired("the consumer's lease ran out before the wave's turn")
         write = self._writes[number]
         return fabric.post(
             Operation.WRITE,
@@ -345,6 +361,7 @@ class Delivery:
 
     def _abandon(self) -> None:
         """A bug of ours: whatever may still be touched stays in quarantine."""
+        self._drop_waiting()
         if self._flights.in_flight:
             self._quarantine()
         self._send(aborted(self.register, self._driver.bug))

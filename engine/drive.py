@@ -30,6 +30,10 @@ __all__ = ("Driver",)
 StateT = TypeVar("StateT", bound=enum.Enum)
 
 
+def _nothing() -> None:
+    pass
+
+
 class Driver(Generic[StateT]):
     """One machine, its inbox and its clock.
 
@@ -53,6 +57,7 @@ class Driver(Generic[StateT]):
         tick: Event,
         carry_out: Callable[[Effect], None],
         on_bug: Callable[[], None],
+        on_draining: Callable[[], None] = _nothing,
         log: FilteringBoundLogger,
     ) -> None:
         """Drive nothing yet.
@@ -66,6 +71,7 @@ class Driver(Generic[StateT]):
             tick: What the machine is told when its deadline has come.
             carry_out: Does one effect; must not block, and may feed.
             on_bug: Told once, when `bug` has been set.
+            on_draining: Told when it begins to drain, before the effects of the step.
             log: Bound to the request.
         """
         self.machine = machine
@@ -79,6 +85,7 @@ class Driver(Generic[StateT]):
         self._tick = tick
         self._carry_out = carry_out
         self._on_bug = on_bug
+        self._on_draining = on_draining
         self._log = log
         self._inbox: deque[Event] = deque()
         self._arrived = trio.Event()
@@ -165,5 +172,7 @@ class Driver(Generic[StateT]):
         if state in self._over:
             return
         self._log.debug(f"{self._kind}_{state.value}")
-        if state is not self._draining:
+        if state is self._draining:
+            self._on_draining()
+        else:
             self.failed_in = state

@@ -30,6 +30,7 @@ from kvferry.engine.rearrange import Rearranger
 from kvferry.engine.services import Services
 from kvferry.engine.spans import Span
 from kvferry.engine.staging import Staging
+from kvferry.engine.traffic import Traffic
 from kvferry.protocol.errors import (
     ConfigError,
     EngineClosed,
@@ -93,6 +94,7 @@ class TransferEngine:
         self._is_closing = False
         self._stray_notices = 0
         self._pump = Pump(fabric, config, on_notice=self._take_notice, log=log)
+        self._traffic = Traffic(config)
         ours = Credentials(
             key,
             Card(config.identity, cache.layout, fabric.metadata()),
@@ -118,6 +120,7 @@ class TransferEngine:
             cache.layout,
             fabric,
             pump=self._pump,
+            traffic=self._traffic,
             peers=self._peers,
             staging=self._staging,
             rearranger=Rearranger(cache.storages()),
@@ -189,6 +192,7 @@ class TransferEngine:
         computed_tokens: int = 0,
         deadline_s: float | None = None,
         after: After | None = None,
+        priority: int = 0,
     ) -> TransferReport:
         """Read the cache that a ticket offers into our own blocks.
 
@@ -210,6 +214,8 @@ class TransferEngine:
                 recorded ``torch.cuda.Event`` behind the last work on the blocks, or
                 a callable that returns an awaitable, called once in a task that is
                 cancelled when the pull ends. If it fails, so does the pull.
+            priority: Of its waves among those that wait for their turn: a higher
+                number goes first, equal ones take turns.
 
         Returns:
             The report: coverage was proved, and the producer has confirmed that it
@@ -227,7 +233,9 @@ class TransferEngine:
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
             deadline_at = self._deadline_at(deadline_s)
             return await self._pulls.run(
-                PullRequest(ticket, spans, computed_tokens, deadline_at, after)
+                PullRequest(
+                    ticket, spans, computed_tokens, deadline_at, after, priority
+                )
             )
 
     @property
@@ -396,6 +404,16 @@ class TransferEngine:
             self._check_open()
             await self._peers.decline(ticket, "declined")
 
+    @property
+    def backlog_bytes(self) -> int:
+        """About how many bytes wait for their turn, because as much is in flight as
+        the configuration allows."""
+        return self._traffic.bytes_waiting
+
+    async def wait_backlog(self, limit_bytes: int = 0) -> None:
+        """Wait until no more than so many bytes wait for their turn."""
+        await self._traffic.wait_backlog(limit_bytes)
+
     def forget(self, peer: EngineKey | str) -> None:
         """Let go of a peer now, for instance because its process is known to be gone.
 
@@ -429,6 +447,8 @@ class TransferEngine:
             "peers_held_back": self._peers.dials.held_back,
             "quarantine": len(self.quarantine),
             "unsettled_transfers": self._pump.unsettled,
+            "bytes_in_flight": self._traffic.bytes_in_flight,
+            "bytes_waiting": self._traffic.bytes_waiting,
             "staging_berths_taken": self._staging.taken_berths,
             "handshakes_refused": self._listener.refused,
             "stray_messages": self._offers.strays + self._pushes.strays,

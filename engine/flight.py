@@ -10,13 +10,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvferry.engine.fabric.base import Progress
-from kvferry.protocol.errors import FerryError
+from kvferry.engine.guard import contained
+from kvferry.engine.traffic import Lane, Turn
+from kvferry.protocol.errors import FerryError, FerryInternalError, TransferFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from structlog.typing import FilteringBoundLogger
+
     from kvferry.engine.fabric.base import Fabric, Transfer
     from kvferry.engine.pump import Pump
+    from kvferry.engine.traffic import Traffic
 
 __all__ = ("Flights",)
 
@@ -24,65 +29,116 @@ __all__ = ("Flights",)
 class Flights:
     """What of one request may still touch memory.
 
-    Invariant: a wave is in flight from before its post until `settle`, and each is
-    told as settled exactly once, before that as lost at most once.
+    Invariant: a wave is in flight from when it asks to be posted until `settle`, and
+    each is told as settled exactly once, before that as lost at most once.
 
     Attributes:
         in_flight: The numbers of these waves.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it works with, and whom it tells
         self,
         fabric: Fabric,
         pump: Pump,
+        traffic: Traffic,
         *,
         on_settled: Callable[[int, FerryError | None], None],
         on_lost: Callable[[int, FerryError], None],
+        log: FilteringBoundLogger,
+        priority: int = 0,
     ) -> None:
         """Nothing in flight; the calls must not raise or block.
 
         Args:
             fabric: Transfers are posted on it.
             pump: Follows them to their end.
+            traffic: Says when a wave may be posted.
             on_settled: Nothing of the wave touches memory any more; with the cause
                 if not all of its bytes arrived.
-            on_lost: The transport no longer knows the wave, and its bytes may
-                still land.
+            on_lost: Nobody knows the wave any more, and its bytes may still land.
+            log: Bound to the request.
+            priority: Waves of a higher number are posted first.
         """
         self.in_flight: set[int] = set()
         self._fabric = fabric
         self._pump = pump
+        self._traffic = traffic
+        self._lane = Lane(priority)
+        self._posted: dict[int, Turn] = {}  # what the traffic counts
         self._on_settled = on_settled
         self._on_lost = on_lost
+        self._log = log
 
     def post(
         self,
         wave: int,
         start: Callable[[Fabric], Transfer],
         *,
+        peer: str,
+        size: int,
         on_landed: Callable[[], None] | None = None,
     ) -> None:
-        """Post a wave; it is told how it goes, now or later.
+        """Post a wave when it is its turn; it is told how it goes, now or later.
 
         Args:
             wave: Its number, not in flight.
             start: Posts it. A FerryError of it says that nothing was posted;
                 after any other exception nobody knows, and it stays in flight.
+            peer: Whom it is from or for.
+            size: About how many bytes it has.
             on_landed: Told instead of the end of a wave whose bytes have all
                 arrived: whoever does more with them calls `settle` then.
         """
         self.in_flight.add(wave)
-        try:
-            transfer = start(self._fabric)
-        except FerryError as error:
-            self.settle(wave, error)
-            return
-        self._pump.track(transfer, partial(self._progressed, wave, on_landed))
+        go = partial(self._go, wave, start, on_landed)
+        self._traffic.ask(self._lane, Turn(wave, peer, size, go))
+
+    def drop_waiting(self) -> None:
+        """What has not been posted yet never will be: it settles now."""
+        for turn in self._traffic.drop(self._lane):
+            self.settle(turn.wave, TransferFailed("the request ended before its turn"))
 
     def settle(self, wave: int, cause: FerryError | None = None) -> None:
         """Nothing touches memory for this wave any more."""
         self.in_flight.discard(wave)
         self._on_settled(wave, cause)
+
+    def _go(
+        self,
+        wave: int,
+        start: Callable[[Fabric], Transfer],
+        on_landed: Callable[[], None] | None,
+        turn: Turn,
+    ) -> None:
+        """It is the wave's turn, perhaps in somebody else's step: nothing gets out."""
+        self._posted[wave] = turn
+        contained(
+            partial(self._start, wave, start, on_landed),
+            on_failure=partial(self._not_started, wave),
+            log=self._log,
+        )
+
+    def _start(
+        self,
+        wave: int,
+        start: Callable[[Fabric], Transfer],
+        on_landed: Callable[[], None] | None,
+    ) -> None:
+        transfer = start(self._fabric)
+        self._pump.track(transfer, partial(self._progressed, wave, on_landed))
+
+    def _not_started(self, wave: int, error: FerryError) -> None:
+        self._leave(wave)
+        if isinstance(error, FerryInternalError):
+            self._on_lost(wave, error)
+        else:
+            self.settle(wave, error)
+
+    def _leave(self, wave: int) -> None:
+        """Make room for others; a wave that is lost keeps none for ever."""
+        turn = self._posted.pop(wave, None)
+        if turn is not None:
+            self._traffic.leave(turn.peer, turn.size)
 
     def _progressed(
         self,
@@ -91,6 +147,7 @@ class Flights:
         progress: Progress,
         cause: FerryError | None,
     ) -> None:
+        self._leave(wave)
         if progress is Progress.LOST and cause is not None:
             self._on_lost(wave, cause)
         elif cause is None and on_landed is not None:

@@ -97,6 +97,7 @@ async def open_engine(
                             # Not with `start`: were it cancelled, it would wait for
                             # the shielded task, and for ever.
                             pump_nursery.start_soon(engine._run_pump, pump_scope)
+                            services.nursery.start_soon(engine._traffic.run)
                             services.nursery.start_soon(engine._offers.sweep)
                             services.nursery.start_soon(engine._peers.sweep)
                             await engine._listen(streams, services.nursery)

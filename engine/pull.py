@@ -93,6 +93,7 @@ class PullRequest:
     computed_tokens: int
     deadline_at: float
     after: After | None = None
+    priority: int = 0
 
 
 class Pulls:
@@ -157,6 +158,7 @@ class _Pull:
             tick=PullTicked(),
             carry_out=self._carry_out,
             on_bug=self._abandon,
+            on_draining=self._drop_waiting,
             log=self._log,
         )
         self.feed = self._driver.feed
@@ -194,9 +196,14 @@ class _Pull:
 
     def _abandon(self) -> None:
         """A bug of ours: whatever may still be touched stays in quarantine."""
+        self._drop_waiting()
         if self._may_touch:
             self._quarantine()
         self._decline()
+
+    def _drop_waiting(self) -> None:
+        if self._reading is not None:
+            self._reading.drop_waiting()
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -254,6 +261,7 @@ class _Pull:
             is_wanted=self._is_reading,
             on_settled=self._settled,
             on_lost=self._lost,
+            priority=self._request.priority,
             log=self._log,
         )
         self._plan_s = trio.current_time() - started_at

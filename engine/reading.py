@@ -52,6 +52,7 @@ class Reading:
         is_wanted: Callable[[], bool],
         on_settled: Callable[[int, FerryError | None], None],
         on_lost: Callable[[int, FerryError], None],
+        priority: int,
         log: FilteringBoundLogger,
     ) -> None:
         """Cut the selection into waves; nothing is posted yet.
@@ -63,6 +64,7 @@ class Reading:
             is_wanted: Whether bytes that landed in bulk are still to be put in place.
             on_settled: As in `Flights`.
             on_lost: As in `Flights`.
+            priority: As in `Flights`.
             log: Bound to the request.
         """
         self.waves = cut(
@@ -72,12 +74,19 @@ class Reading:
         )
         self._services = services
         self._prepared = sources.prepared
+        self._agents = [peer.agent for peer in sources.peers]
         self._is_wanted = is_wanted
         self._log = log
         self._berth: Berth | None = None
         self._on_settled = on_settled
         self._flights = Flights(
-            services.fabric, services.pump, on_settled=self._settled, on_lost=on_lost
+            services.fabric,
+            services.pump,
+            services.traffic,
+            on_settled=self._settled,
+            on_lost=on_lost,
+            log=log,
+            priority=priority,
         )
         self.in_flight = self._flights.in_flight
 
@@ -96,13 +105,19 @@ class Reading:
             self._services.staging.give_back(self._berth)
             self._berth = None
 
+    def drop_waiting(self) -> None:
+        """What has not been posted yet never will be."""
+        self._flights.drop_waiting()
+
     def post(self, number: int) -> None:
-        """Post one wave; it is told how it goes, now or later."""
+        """Post one wave when it is its turn; it is told how it goes, now or later."""
         wave = self.waves[number]
         local_ids = self._local_ids(number, wave)
         self._flights.post(
             number,
             partial(self._start, wave, local_ids),
+            peer=self._agents[wave.source],
+            size=wave.bytes,
             on_landed=partial(self._landed, number) if wave.is_bulk else None,
         )
 

@@ -127,8 +127,7 @@ class SectionSelection:
         A descriptor longer than ``max_bytes`` is a wave of its own. Costs a few
         microseconds a wave, nothing per descriptor.
         """
-        ends = np.cumsum(self.segment_sizes)
-        byte_ends = np.cumsum(self.segment_sizes * self.segment_runs)
+        ends, byte_ends = self._ends
         first, total = 0, self.descriptors
         while first < total:
             last = _descriptor_at(
@@ -140,6 +139,23 @@ class SectionSelection:
             last = max(first + 1, min(last, first + max_descriptors))
             yield slice(first, last)
             first = last
+
+    def bytes_of(self, wave: slice) -> int:
+        """Bytes that one of its waves moves."""
+        before = 0
+        if wave.start:
+            before = _bytes_before(wave.start, *self._ends, self.segment_runs)
+        if wave.stop == self.descriptors:
+            return self.bytes - before
+        return _bytes_before(wave.stop, *self._ends, self.segment_runs) - before
+
+    @cached_property
+    def _ends(self) -> tuple[Ids, Ids]:
+        """Behind each segment: descriptors and bytes, counted from the first."""
+        return (
+            np.cumsum(self.segment_sizes),
+            np.cumsum(self.segment_sizes * self.segment_runs),
+        )
 
 
 class Piece(NamedTuple):

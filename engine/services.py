@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvferry.engine.quarantine import Quarantine
     from kvferry.engine.rearrange import Rearranger
     from kvferry.engine.staging import Staging
+    from kvferry.engine.traffic import Traffic
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.layout import CacheLayout
 
@@ -39,6 +40,7 @@ class Services:
     layout: CacheLayout
     fabric: Fabric
     pump: Pump
+    traffic: Traffic
     peers: Peers
     staging: Staging
     rearranger: Rearranger

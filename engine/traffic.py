@@ -38,13 +38,13 @@ class Turn(NamedTuple):
         wave: Its number in its request.
         peer: Whom it is from or for.
         size: About how many bytes.
-        go: Posts it; must not raise.
+        go: Posts it, told of its turn; must not raise.
     """
 
     wave: int
     peer: str
     size: int
-    go: Callable[[], None]
+    go: Callable[[Turn], None]
 
 
 @dataclass(eq=False)
@@ -197,7 +197,7 @@ class Traffic:
         self._burst_posts += 1
         self._burst_bytes += turn.size
         self._ease(turn.size)
-        turn.go()
+        turn.go(turn)
 
     def _has_room(self) -> bool:
         if self._waves and (

@@ -38,6 +38,11 @@ class Wave(NamedTuple):
         """Whether it lands in the staging buffer."""
         return isinstance(self.selected, BulkSelection)
 
+    @property
+    def bytes(self) -> int:
+        """How many bytes it moves."""
+        return self.selected.bytes_of(self.slice)
+
 
 def cut(
     selection: Selection[EngineKey], keys: Sequence[EngineKey], *, max_bytes: int

@@ -37,7 +37,7 @@ LAYERS = (
     # hands
     "engine.fabric engine.streams engine.quarantine engine.guard",
     # motion
-    "engine.pump engine.waves engine.finish engine.staging engine.rearrange",
+    "engine.pump engine.traffic engine.waves engine.finish engine.staging engine.rearrange",
     "engine.agents engine.flight engine.drive engine.after",
     # others
     "engine.link engine.handshake engine.dials",

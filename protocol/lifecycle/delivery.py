@@ -254,6 +254,10 @@ class DeliveryMachine(Machine[DeliveryState]):
         """Waves that may still touch memory."""
         return frozenset(self._unsettled)
 
+    def is_held(self, now: float) -> bool:
+        """Whether the consumer still holds its blocks, as far as it has told."""
+        return not self._has_run_out(now)
+
     # Decisions: each is one row's `decide` and runs inside `step` alone.
 
     def _join(self, _event: PushJoined, now: float) -> _Decision:
