@@ -181,7 +181,7 @@ async def test_blocks_that_are_not_ours_are_refused_before_anybody_hears_of_them
         with pytest.raises(UnknownBlock, match=match) as caught:
             await decode.expect(prefill.contact, blocks, request_id="r")
         assert caught.value.request_id == "r"
-        assert decode._peers.handshakes == 0
+        assert decode._peers.dials.handshakes == 0
     assert target.is_untouched()
 
 

@@ -110,7 +110,7 @@ async def test_l7_ten_thousand_cancelled_pulls(autojump_clock) -> None:
 
         await grows_not((prefill, decode), one, rounds=CANCELLED)
         assert cancelled > CANCELLED
-        assert decode._peers.handshakes == 1
+        assert decode._peers.dials.handshakes == 1
 
 
 async def test_many_thousand_pulls_done(autojump_clock) -> None:
@@ -128,7 +128,7 @@ async def test_many_thousand_pulls_done(autojump_clock) -> None:
                 consumer.fill(OURS, REUSED)
 
         await grows_not((prefill, decode), one, rounds=DONE)
-        assert decode._peers.handshakes == 1
+        assert decode._peers.dials.handshakes == 1
 
 
 async def test_e5_a_thousand_peers_come_and_go(autojump_clock) -> None:
@@ -150,5 +150,5 @@ async def test_e5_a_thousand_peers_come_and_go(autojump_clock) -> None:
 
         await grows_not((decode, prefill), one, rounds=PEERS, warm_up=50)
         is_bare(decode)
-        assert decode._peers.handshakes == PEERS + 50
+        assert decode._peers.dials.handshakes == PEERS + 50
         assert prefill._listener._serving == 0

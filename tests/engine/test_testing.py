@@ -239,7 +239,7 @@ def test_a_cut_link_is_dialled_anew() -> None:
             hosts["p"].cut()
             await trio.testing.wait_all_tasks_blocked()
             assert hosts["c"].engine.statistics()["peers"] == 0
-        assert hosts["c"].engine._peers.handshakes == 2
+        assert hosts["c"].engine._peers.dials.handshakes == 2
 
     played(Schedule(1, rates=NOTHING), partial(on_a_pair, body=body))
 
