@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
+import structlog
 
-from kvferry.engine import TransferFailed
+from kvferry.engine import FerryInternalError, TransferFailed
 from kvferry.engine.fabric import Progress
 from kvferry.engine.flight import Flights
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvferry.engine import FerryError
+    from kvferry.engine.traffic import Turn
 
 FAILED = TransferFailed("it failed")
 
@@ -24,12 +25,34 @@ class Owner:
     def __init__(self) -> None:
         self.told: list[tuple[str, int, FerryError | None]] = []
         self.tracked: list[Callable[[Progress, FerryError | None], None]] = []
+        self.waiting: list[Turn] = []
+        self.left: list[str] = []
+        self.is_full = False
         self.flights = Flights(
             fabric="the fabric",  # type: ignore[arg-type]
             pump=self,  # type: ignore[arg-type]
+            traffic=self,  # type: ignore[arg-type]
             on_settled=self.settled,
             on_lost=self.lost,
+            log=structlog.get_logger(),
         )
+
+    # As the traffic: everybody's turn is at once, unless it is full.
+
+    def ask(self, _lane, turn) -> None:
+        if self.is_full:
+            self.waiting.append(turn)
+        else:
+            turn.go(turn)
+
+    def leave(self, peer, _size) -> None:
+        self.left.append(peer)
+
+    def drop(self, _lane) -> list[Turn]:
+        dropped, self.waiting = self.waiting, []
+        return dropped
+
+    # As the pump.
 
     def track(self, transfer, on_progress) -> None:
         assert transfer == "a transfer on the fabric"
@@ -45,7 +68,9 @@ class Owner:
 
     def post(self, wave, **options) -> None:
         """Post a wave that nothing stands against."""
-        self.flights.post(wave, lambda fabric: f"a transfer on {fabric}", **options)
+        self.flights.post(
+            wave, lambda fabric: f"a transfer on {fabric}", peer="p", size=1, **options
+        )
 
 
 def test_a_wave_is_in_flight_until_it_has_settled() -> None:
@@ -79,7 +104,7 @@ def test_a_wave_that_was_not_posted_has_settled() -> None:
     def refuse(_fabric):
         raise FAILED
 
-    owner.flights.post(3, refuse)
+    owner.flights.post(3, refuse, peer="p", size=1)
     assert owner.flights.in_flight == set()
     assert owner.told == [("settled", 3, FAILED)]
     assert not owner.tracked
@@ -92,10 +117,42 @@ def test_a_post_that_fails_in_no_known_way_leaves_the_wave_in_flight() -> None:
     def break_down(_fabric):
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        owner.flights.post(3, break_down)
+    owner.flights.post(3, break_down, peer="p", size=1)
     assert owner.flights.in_flight == {3}
-    assert owner.told == []
+    [(told, wave, cause)] = owner.told
+    assert (told, wave) == ("lost", 3)
+    assert isinstance(cause, FerryInternalError)
+    assert isinstance(cause.__cause__, ZeroDivisionError)
+    assert owner.left == ["p"]
+
+
+def test_a_wave_makes_room_once() -> None:
+    """When it is lost, and not again when it settles: no lost wave keeps others back."""
+    owner = Owner()
+    owner.post(3)
+    owner.post(4)
+    owner.tracked[0](Progress.LOST, FAILED)
+    owner.tracked[0](Progress.DONE, None)
+    assert owner.left == ["p"]
+    owner.tracked[1](Progress.DONE, None)
+    assert owner.left == ["p", "p"]
+
+
+def test_what_waits_for_its_turn_is_dropped_as_settled() -> None:
+    """It counts as in flight until then, and is never posted."""
+    owner = Owner()
+    owner.post(3)
+    owner.is_full = True
+    owner.post(4)
+    owner.post(5)
+    assert owner.flights.in_flight == {3, 4, 5}
+    owner.flights.drop_waiting()
+    assert owner.flights.in_flight == {3}
+    assert [(told, wave) for told, wave, _ in owner.told] == [
+        ("settled", 4),
+        ("settled", 5),
+    ]
+    assert len(owner.tracked) == 1
 
 
 def test_a_wave_with_more_to_do_settles_when_that_is_done() -> None:
