@@ -15,7 +15,7 @@ from kvferry.engine.fabric import (
     Progress,
     TransferFault,
 )
-from kvferry.engine.pump import Cadence, Pump
+from kvferry.engine.pump import MISSES, Cadence, Pump
 from kvferry.protocol.layout import Region
 from tests.kit import IDENTITY, World
 
@@ -195,4 +195,38 @@ async def test_every_notice_is_handed_over_once(autojump_clock) -> None:
         assert {notice.sender for notice in rig.notices} == {"b"}
         with pytest.raises(MisuseError):
             rig.theirs.notify("a", bytes(5000))
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_round_looks_at_few_however_many_are_open(autojump_clock) -> None:
+    """And yet each is looked at in its turn, the oldest in every round."""
+    async with trio.open_nursery() as nursery:
+        rig = Rig(nursery)
+        nursery.cancel_scope.cancel()  # the rounds are the test's
+        rig.network.faults.add(TransferFault(progress=Progress.ACTIVE, nth=None))
+        transfers = [rig.post() for _ in range(1000)]
+        polls = rig.network.faults.calls
+        before = polls["a", "poll"]
+        for _ in range(len(transfers)):
+            seen = polls["a", "poll"]
+            rig.pump.round()
+            assert polls["a", "poll"] - seen <= 2 * MISSES
+        assert polls["a", "poll"] - before == 2 * MISSES * len(transfers)
+        rig.network.faults.clear()
+
+
+async def test_all_settle_whatever_the_order_they_end_in(autojump_clock) -> None:
+    """Those behind many that are stuck are found all the same, each told once."""
+    async with trio.open_nursery() as nursery:
+        rig = Rig(nursery)
+        stuck = TransferFault(progress=Progress.ACTIVE, nth=None)
+        rig.network.faults.add(stuck)
+        for _ in range(4 * MISSES):
+            rig.post()
+        rig.network.faults.clear()
+        for _ in range(200):
+            rig.post()
+        await trio.sleep(10)
+        assert rig.told == [(Progress.DONE, None)] * 200
+        assert rig.pump.unsettled == 4 * MISSES
         nursery.cancel_scope.cancel()
