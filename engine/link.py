@@ -79,10 +79,12 @@ class Link:
 
     Attributes:
         peer: Who is at the other end, as the handshake has proved.
+        has_goodbye: The peer has said that nothing follows: it takes nothing, either.
     """
 
     def __init__(self, framed: FramedStream, peer: EngineKey) -> None:
         self.peer = peer
+        self.has_goodbye = False
         self._framed = framed
         self._outwards, self._queue = trio.open_memory_channel[bytes](QUEUE_FRAMES)
         self._flushed = trio.Event()
@@ -169,6 +171,7 @@ class Link:
                     await self._framed.receive(limit_bytes=MAX_LINK_BYTES)
                 )
                 if isinstance(message, Goodbye):
+                    self.has_goodbye = True
                     self.end(PeerLost(f"the peer said goodbye: {message.detail}"))
                     return
                 deliver(message)
