@@ -249,7 +249,7 @@ class _Landing:
             self._check_spans()
         except FerryError as error:
             raise error.about(request_id=self._request.request_id) from error
-        self._hold.enter_context(self._services.peers.holding(self._request.contact))
+        self._hold.callback(self._services.peers.hold(self._request.contact))
         try:
             with self._claims:
                 async with trio.open_nursery() as self._nursery:
@@ -379,7 +379,9 @@ class _Landing:
         has_landed = isinstance(effect, SendLanded)
         kind = Landed if has_landed else Revoke
         message = kind(self._request.request_id, self._attempt)
-        for peer in self._peers:
+        # A landing that has not got its peers tells those that are there already.
+        known = self._peers or self._services.peers.known(self._request.contact)
+        for peer in known:
             try:
                 peer.link.post(message)
             except PeerLost as error:
@@ -511,7 +513,7 @@ class _Landing:
                 for name, span in self._request.spans.items()
             },
         )
-        self._services.quarantine.hold(self._entry)
+        self._services.quarantine.hold(self._entry, on_release=self._leave)
         self._log.error("landing_quarantined", peer=self._entry.peer)
         for source in writers:
             self._services.nursery.start_soon(self._ask_again, source)
@@ -520,7 +522,7 @@ class _Landing:
         """Ask a source for our blocks until it answers.
 
         Only the same start of it can answer. After another start, or none, it is for
-        the caller to decide when its writes cannot be under way any more.
+        the caller to say that its writes are over (`Quarantine.release`).
         """
         scope = self._asking.setdefault(source, trio.CancelScope())
         delay_s = ASK_AGAIN_S
