@@ -73,6 +73,7 @@ from kvferry.protocol.link import (
     Finished,
     Landed,
     Register,
+    Registered,
     Revoke,
     Revoked,
 )
@@ -237,6 +238,8 @@ class _Landing:
         self._selection: Selection[EngineKey] | None = None
         self._num_tokens = 0
         self._tokens: list[bytes] = []
+        self._untold: set[int] = set()  # sources that our registration did not reach
+        self._taken: set[int] = set()  # sources that may have taken it
         self._asking: dict[int, trio.CancelScope] = {}
         self._entry: QuarantineEntry | None = None
         self._is_hurrying = False
@@ -364,19 +367,21 @@ class _Landing:
         for source in range(len(self._peers)):
             token = self._landings.token(self, source)
             self._tokens.append(token)
-            self._send(
-                source,
-                Register(
-                    self._request.request_id,
-                    self._attempt,
-                    self._services.config.lease_s,
-                    shares.number,
-                    token,
-                    self._request.computed_tokens,
-                    spans,
-                    self._services.key.rank.instance(),
-                ),
+            register = Register(
+                self._request.request_id,
+                self._attempt,
+                self._services.config.lease_s,
+                shares.number,
+                token,
+                self._request.computed_tokens,
+                spans,
+                self._services.key.rank.instance(),
             )
+            try:
+                self._peers[source].link.post(register)
+            except FerryError as error:
+                self._untold.add(source)
+                self._lose(source, error)
 
     def _extend(self, sources: Iterable[int]) -> None:
         for source in sources:
@@ -410,7 +415,20 @@ class _Landing:
             self._lose(source, error)
 
     def _lose(self, source: int, cause: FerryError) -> None:
-        self.feed(SourceLost(source, cause))
+        if not self._is_strange_to(source):
+            self.feed(SourceLost(source, cause))
+            return
+        self.feed(SourceFailed(source, self._about(source, cause)))
+        self.feed(SourceRevoked(source))
+
+    def _is_strange_to(self, source: int) -> bool:
+        """Whether a source that is lost cannot know our blocks, now or later.
+
+        One that takes a registration says so before anything else. One that has
+        said goodbye before takes none any more.
+        """
+        said_goodbye = self._peers[source].link.has_goodbye
+        return source in self._untold or (said_goodbye and source not in self._taken)
 
     def _answered(self, source: int, answer: Answer) -> None:
         match answer:
@@ -423,8 +441,10 @@ class _Landing:
                 if source in self._asking:
                     self._asking[source].cancel()
                 self.feed(SourceRevoked(source))
+            case Registered():
+                self._taken.add(source)  # the lease runs on the producer's clock
             case _:
-                pass  # registered: its lease runs on the producer's clock
+                pass
 
     def _about(self, source: int, cause: FerryError) -> FerryError:
         return cause.about(peer=str(self._peers[source].key))
@@ -536,6 +556,7 @@ class _Landing:
         if not peer.link.is_open:
             address = self._request.contact.ranks[source]
             peer = await self._services.peers.reach(peer.key, address)
+            self._taken.add(source)  # by now it may have
             self._peers[source] = peer
             self._listen(source, peer)
         peer.link.post(self._revocation())
