@@ -106,6 +106,9 @@ ASK_AGAIN_S = 1.0
 
 LONGEST_ASK_S = 60.0
 
+QUIET_S = 0.01
+"""After so long without a notice the next one is no more awaited by the moment."""
+
 
 @dataclass(frozen=True)
 class LandingRequest:
@@ -240,6 +243,7 @@ class _Landing:
         self._asking: dict[int, trio.CancelScope] = {}
         self._entry: QuarantineEntry | None = None
         self._is_hurrying = False
+        self._quiet_at = 0.0
         self._hold = ExitStack()  # on its peers, until it leaves
         self._claims = ExitStack()  # on the pump, while bytes may come
 
@@ -335,11 +339,23 @@ class _Landing:
         self.feed(BlocksReady())
 
     def arrived(self, source: int, part: int) -> None:
-        """A source's notice has come: from now on they come fast."""
-        if not self._is_hurrying:
-            self._is_hurrying = True
-            self._claims.enter_context(self._services.pump.claim(Cadence.BUSY))
+        """A source's notice has come."""
+        self._expect_more()
         self.feed(PartArrived(source, part))
+
+    def _expect_more(self) -> None:
+        """Notices are near: look often. A stream has pauses, as long as it computes."""
+        self._quiet_at = trio.current_time() + QUIET_S
+        # Once it is over its nursery takes no tasks any more.
+        if not self._is_hurrying and not self._driver.is_over:
+            self._is_hurrying = True
+            self._start_task(self._hurry)
+
+    async def _hurry(self) -> None:
+        with self._services.pump.claim(Cadence.BUSY):
+            while trio.current_time() < self._quiet_at:  # noqa: ASYNC110 - it moves
+                await trio.sleep_until(self._quiet_at)
+        self._is_hurrying = False
 
     def _register(self) -> None:
         self._claims.enter_context(self._services.pump.claim(Cadence.OFFERED))
@@ -437,6 +453,7 @@ class _Landing:
 
     def _finished(self, source: int, answer: Finished) -> None:
         """Check what the source says it wrote against what was asked of it."""
+        self._expect_more()  # the notices of its last waves
         try:
             self._check_finished(source, answer)
         except FerryError as error:
