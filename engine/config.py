@@ -76,7 +76,7 @@ class EngineConfig:
         max_peers: Remote ranks to read from that are known at once. The longest
             idle one makes room for a new one.
         max_offers: Offers open at once.
-        max_registrations: Consumers' registrations for pushes held at once.
+        max_registrations: Registrations for pushes held at once, of each consumer rank.
     """
 
     engine_id: str
@@ -112,7 +112,7 @@ class EngineConfig:
     max_dials: int = 16
     max_peers: int = 1024
     max_offers: int = 65_536
-    max_registrations: int = 65_536
+    max_registrations: int = 4096
 
     def __post_init__(self) -> None:
         """Check what can be checked before anything starts.

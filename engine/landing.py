@@ -73,6 +73,7 @@ from kvferry.protocol.link import (
     Finished,
     Landed,
     Register,
+    Registered,
     Revoke,
     Revoked,
 )
@@ -104,6 +105,9 @@ ASK_AGAIN_S = 1.0
 """How soon a source that was lost is asked for our blocks again."""
 
 LONGEST_ASK_S = 60.0
+
+QUIET_S = 0.01
+"""After so long without a notice the next one is no more awaited by the moment."""
 
 
 @dataclass(frozen=True)
@@ -234,9 +238,12 @@ class _Landing:
         self._selection: Selection[EngineKey] | None = None
         self._num_tokens = 0
         self._tokens: list[bytes] = []
+        self._untold: set[int] = set()  # sources that our registration did not reach
+        self._taken: set[int] = set()  # sources that may have taken it
         self._asking: dict[int, trio.CancelScope] = {}
         self._entry: QuarantineEntry | None = None
         self._is_hurrying = False
+        self._quiet_at = 0.0
         self._hold = ExitStack()  # on its peers, until it leaves
         self._claims = ExitStack()  # on the pump, while bytes may come
 
@@ -246,7 +253,7 @@ class _Landing:
             self._check_spans()
         except FerryError as error:
             raise error.about(request_id=self._request.request_id) from error
-        self._hold.enter_context(self._services.peers.holding(self._request.contact))
+        self._hold.callback(self._services.peers.hold(self._request.contact))
         try:
             with self._claims:
                 async with trio.open_nursery() as self._nursery:
@@ -332,11 +339,23 @@ class _Landing:
         self.feed(BlocksReady())
 
     def arrived(self, source: int, part: int) -> None:
-        """A source's notice has come: from now on they come fast."""
-        if not self._is_hurrying:
-            self._is_hurrying = True
-            self._claims.enter_context(self._services.pump.claim(Cadence.BUSY))
+        """A source's notice has come."""
+        self._expect_more()
         self.feed(PartArrived(source, part))
+
+    def _expect_more(self) -> None:
+        """Notices are near: look often. A stream has pauses, as long as it computes."""
+        self._quiet_at = trio.current_time() + QUIET_S
+        # Once it is over its nursery takes no tasks any more.
+        if not self._is_hurrying and not self._driver.is_over:
+            self._is_hurrying = True
+            self._start_task(self._hurry)
+
+    async def _hurry(self) -> None:
+        with self._services.pump.claim(Cadence.BUSY):
+            while trio.current_time() < self._quiet_at:  # noqa: ASYNC110 - it moves
+                await trio.sleep_until(self._quiet_at)
+        self._is_hurrying = False
 
     def _register(self) -> None:
         self._claims.enter_context(self._services.pump.claim(Cadence.OFFERED))
@@ -348,19 +367,21 @@ class _Landing:
         for source in range(len(self._peers)):
             token = self._landings.token(self, source)
             self._tokens.append(token)
-            self._send(
-                source,
-                Register(
-                    self._request.request_id,
-                    self._attempt,
-                    self._services.config.lease_s,
-                    shares.number,
-                    token,
-                    self._request.computed_tokens,
-                    spans,
-                    self._services.key.rank.instance(),
-                ),
+            register = Register(
+                self._request.request_id,
+                self._attempt,
+                self._services.config.lease_s,
+                shares.number,
+                token,
+                self._request.computed_tokens,
+                spans,
+                self._services.key.rank.instance(),
             )
+            try:
+                self._peers[source].link.post(register)
+            except FerryError as error:
+                self._untold.add(source)
+                self._lose(source, error)
 
     def _extend(self, sources: Iterable[int]) -> None:
         for source in sources:
@@ -374,7 +395,9 @@ class _Landing:
         has_landed = isinstance(effect, SendLanded)
         kind = Landed if has_landed else Revoke
         message = kind(self._request.request_id, self._attempt)
-        for peer in self._peers:
+        # A landing that has not got its peers tells those that are there already.
+        known = self._peers or self._services.peers.known(self._request.contact)
+        for peer in known:
             try:
                 peer.link.post(message)
             except PeerLost as error:
@@ -394,7 +417,20 @@ class _Landing:
             self._lose(source, error)
 
     def _lose(self, source: int, cause: FerryError) -> None:
-        self.feed(SourceLost(source, cause))
+        if not self._is_strange_to(source):
+            self.feed(SourceLost(source, cause))
+            return
+        self.feed(SourceFailed(source, self._about(source, cause)))
+        self.feed(SourceRevoked(source))
+
+    def _is_strange_to(self, source: int) -> bool:
+        """Whether a source that is lost cannot know our blocks, now or later.
+
+        One that takes a registration says so before anything else. One that has
+        said goodbye before takes none any more.
+        """
+        said_goodbye = self._peers[source].link.has_goodbye
+        return source in self._untold or (said_goodbye and source not in self._taken)
 
     def _answered(self, source: int, answer: Answer) -> None:
         match answer:
@@ -407,14 +443,17 @@ class _Landing:
                 if source in self._asking:
                     self._asking[source].cancel()
                 self.feed(SourceRevoked(source))
+            case Registered():
+                self._taken.add(source)  # the lease runs on the producer's clock
             case _:
-                pass  # registered: its lease runs on the producer's clock
+                pass
 
     def _about(self, source: int, cause: FerryError) -> FerryError:
         return cause.about(peer=str(self._peers[source].key))
 
     def _finished(self, source: int, answer: Finished) -> None:
         """Check what the source says it wrote against what was asked of it."""
+        self._expect_more()  # the notices of its last waves
         try:
             self._check_finished(source, answer)
         except FerryError as error:
@@ -491,7 +530,7 @@ class _Landing:
                 for name, span in self._request.spans.items()
             },
         )
-        self._services.quarantine.hold(self._entry)
+        self._services.quarantine.hold(self._entry, on_release=self._leave)
         self._log.error("landing_quarantined", peer=self._entry.peer)
         for source in writers:
             self._services.nursery.start_soon(self._ask_again, source)
@@ -500,7 +539,7 @@ class _Landing:
         """Ask a source for our blocks until it answers.
 
         Only the same start of it can answer. After another start, or none, it is for
-        the caller to decide when its writes cannot be under way any more.
+        the caller to say that its writes are over (`Quarantine.release`).
         """
         scope = self._asking.setdefault(source, trio.CancelScope())
         delay_s = ASK_AGAIN_S
@@ -519,6 +558,7 @@ class _Landing:
         if not peer.link.is_open:
             address = self._request.contact.ranks[source]
             peer = await self._services.peers.reach(peer.key, address)
+            self._taken.add(source)  # by now it may have
             self._peers[source] = peer
             self._listen(source, peer)
         peer.link.post(self._revocation())

@@ -94,6 +94,7 @@ class Link:
 
     Attributes:
         peer: Who is at the other end, as the handshake has proved.
+        has_goodbye: The peer has said that nothing follows: it takes nothing, either.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Link:
         silence_s: float,
     ) -> None:
         self.peer = peer
+        self.has_goodbye = False
         self._framed = framed
         self._keepalive_s = keepalive_s
         self._silence_s = silence_s
@@ -201,6 +203,7 @@ class Link:
                 self._heard_at = trio.current_time()
                 match message:
                     case Goodbye():
+                        self.has_goodbye = True
                         self.end(PeerLost(f"the peer said goodbye: {message.detail}"))
                         return
                     case Ping():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, overload
@@ -214,9 +214,12 @@ class Peers:
             sources.users += 1
         return sources
 
-    def holding(self, contact: Contact) -> AbstractContextManager[None]:
-        """Keep the ranks of a contact, once they are connected, while inside."""
-        return self._wanting([key for key, _ in addressed(contact)])
+    def hold(self, contact: Contact) -> Callable[[], None]:
+        """Keep the ranks of a contact, once they are connected, until the result is
+        called."""
+        keys = [key for key, _ in addressed(contact)]
+        self._wanted.update(keys)
+        return partial(self._let_idle, keys)
 
     async def connected(self, contact: Contact) -> tuple[Peer, ...]:
         """Connect all ranks of a contact.
@@ -229,6 +232,10 @@ class Peers:
         ranks = addressed(contact)
         await self._connect_all(ranks)
         return self._known(tuple(key for key, _ in ranks))
+
+    def known(self, contact: Contact) -> list[Peer]:
+        """Those ranks of a contact that are connected now."""
+        return [self._peers[key] for key, _ in addressed(contact) if key in self._peers]
 
     async def reach(self, key: EngineKey, address: RankAddress) -> Peer:
         """Connect one rank.
@@ -383,8 +390,11 @@ class Peers:
         try:
             yield
         finally:
-            self._wanted -= Counter(keys)
-            self._touch(self._peers[key] for key in keys if key in self._peers)
+            self._let_idle(keys)
+
+    def _let_idle(self, keys: Sequence[EngineKey]) -> None:
+        self._wanted -= Counter(keys)
+        self._touch(self._peers[key] for key in keys if key in self._peers)
 
     def _touch(self, peers: Iterable[Peer]) -> None:
         now = trio.current_time()

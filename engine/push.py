@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
@@ -29,6 +29,7 @@ from kvferry.protocol.errors import (
     OfferSpent,
     PeerLost,
     PushAborted,
+    PushRevoked,
     RequestInUse,
 )
 from kvferry.protocol.lifecycle.push import (
@@ -73,8 +74,11 @@ if TYPE_CHECKING:
 __all__ = ("PushRequest", "PushStream", "Pushes")
 
 ENDED_PUSHES = 4096
-"""Ended pushes that are remembered, so that a late consumer learns of it at once; and
-ended registrations, so that a late word about one is not taken for another."""
+"""Ended pushes that are remembered, so that a late consumer learns of it at once;
+requests that a consumer did not want before there was a push; and ended
+registrations, so that a late word about one is not taken for another."""
+
+NameT = TypeVar("NameT")
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,8 @@ class Pushes:
         self._waiting: dict[str, list[Delivery]] = {}
         self._active: dict[str, _Push] = {}
         self._ended: OrderedDict[str, float] = OrderedDict()
-        self._cleared: OrderedDict[tuple[EngineKey, int], None] = OrderedDict()
+        self._declined: OrderedDict[tuple[EngineKey, str], float] = OrderedDict()
+        self._cleared: OrderedDict[tuple[EngineKey, int], float] = OrderedDict()
         self._idle = trio.Event()
         self._is_closing = False
         self.strays = 0
@@ -198,14 +203,17 @@ class Pushes:
         self._services.nursery.start_soon(push.run)
         for delivery in self._waiting.pop(request_id, ()):
             push.join(delivery)
+        for reader, declined in tuple(self._declined):
+            if declined == request_id and self._is_recent(
+                self._declined.pop((reader, declined))
+            ):
+                push.feed(ReaderDeclined(reader))
         return push
 
     def _forget_push(self, push: _Push) -> None:
         request_id = push.request.request_id
         del self._active[request_id]
-        self._ended[request_id] = trio.current_time()
-        if len(self._ended) > ENDED_PUSHES:
-            self._ended.popitem(last=False)
+        self._note(self._ended, request_id)
         self._note_idle()
 
     async def close(self) -> None:
@@ -298,6 +306,7 @@ class Pushes:
         self._deliveries[target.key, message.attempt] = delivery
         self._registered.add((target.key, message.request_id))
         self._services.nursery.start_soon(delivery.run)
+        self._declined.pop((target.key, message.request_id), None)
         push = self._active.get(message.request_id)
         if push is not None:
             push.join(delivery)
@@ -312,8 +321,9 @@ class Pushes:
         """
         if self._is_closing:
             raise EngineClosed("the producer is closing")
-        if len(self._deliveries) >= self._services.config.max_registrations:
-            raise PushAborted("the producer has as many registrations as it allows")
+        mine = sum(reader == target.key for reader, _ in self._registered)
+        if mine >= self._services.config.max_registrations:
+            raise PushAborted(f"{mine} registrations of this rank, no more are allowed")
         if (target.key, message.attempt) in self._deliveries or (
             target.key,
             message.request_id,
@@ -340,8 +350,10 @@ class Pushes:
 
     def _has_ended(self, request_id: str) -> bool:
         ended_at = self._ended.get(request_id)
-        lease_s = self._services.config.lease_s
-        return ended_at is not None and trio.current_time() < ended_at + lease_s
+        return ended_at is not None and self._is_recent(ended_at)
+
+    def _is_recent(self, at: float) -> bool:
+        return trio.current_time() < at + self._services.config.lease_s
 
     def _revoke(self, link: Link, message: Revoke) -> None:
         delivery = self._deliveries.get((link.peer, message.attempt))
@@ -352,10 +364,12 @@ class Pushes:
         self._post(link, Revoked(message.request_id, message.attempt))
         if (link.peer, message.attempt) in self._cleared:
             return  # it was in a push before this one
-        self._note_cleared(link.peer, message.attempt)
+        self._note(self._cleared, (link.peer, message.attempt))
         push = self._active.get(message.request_id)
         if push is not None:
             push.feed(ReaderDeclined(link.peer))
+        else:
+            self._note(self._declined, (link.peer, message.request_id))
 
     def _answer(self, link: Link, message: Extend | Landed) -> None:
         delivery = self._deliveries.get((link.peer, message.attempt))
@@ -383,6 +397,8 @@ class Pushes:
         push = self._active.get(request_id)
         if push is not None:
             push.note_over(delivery)
+        elif isinstance(delivery.cause, PushRevoked):
+            self._note(self._declined, (delivery.reader, request_id))
         self._note_idle()
 
     def _clear(self, delivery: Delivery) -> None:
@@ -390,13 +406,13 @@ class Pushes:
         register = delivery.register
         self._deliveries.pop((delivery.reader, register.attempt), None)
         self._registered.discard((delivery.reader, register.request_id))
-        self._note_cleared(delivery.reader, register.attempt)
+        self._note(self._cleared, (delivery.reader, register.attempt))
         self._note_idle()
 
-    def _note_cleared(self, reader: EngineKey, attempt: int) -> None:
-        self._cleared[reader, attempt] = None
-        if len(self._cleared) > ENDED_PUSHES:
-            self._cleared.popitem(last=False)
+    def _note(self, ended: OrderedDict[NameT, float], name: NameT) -> None:
+        ended[name] = trio.current_time()
+        if len(ended) > ENDED_PUSHES:
+            ended.popitem(last=False)
 
 
 class _Push:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kvferry.protocol.errors import FerryError
 
@@ -38,11 +38,15 @@ class QuarantineEntry:
     blocks: Mapping[str, tuple[int, ...]]
 
 
+def _nothing() -> None:
+    pass
+
+
 class Quarantine:
     """All entries of one engine."""
 
     def __init__(self) -> None:
-        self._entries: dict[QuarantineEntry, None] = {}
+        self._entries: dict[QuarantineEntry, Callable[[], None]] = {}
         self._changed = trio.Event()
 
     def __len__(self) -> int:
@@ -70,12 +74,27 @@ class Quarantine:
         while wanted & self.blocks(group):
             await self._changed.wait()
 
-    def hold(self, entry: QuarantineEntry) -> None:
+    def release(self, entry: QuarantineEntry) -> None:
+        """Take blocks back on your own word that nothing can touch them any more.
+
+        For what nobody else can know: that the process of a producer which was pushing
+        is dead, and its network quiet. Whoever is wrong gets another request's bytes
+        into these blocks. An entry that has gone by itself changes nothing.
+        """
+        on_release = self._entries.get(entry)
+        if on_release is not None:
+            self.reclaim(entry)
+            on_release()
+
+    def hold(
+        self, entry: QuarantineEntry, *, on_release: Callable[[], None] = _nothing
+    ) -> None:
         """Add an entry. For the engine's own use."""
-        self._entries[entry] = None
+        self._entries[entry] = on_release
 
     def reclaim(self, entry: QuarantineEntry) -> None:
         """Let an entry go: its last transfer has settled. For the engine's own use."""
-        del self._entries[entry]
+        if self._entries.pop(entry, None) is None:
+            return  # the caller has released it
         self._changed.set()
         self._changed = trio.Event()

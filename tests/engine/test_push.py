@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -14,11 +15,13 @@ from kvferry.engine import (
     EngineClosed,
     MisuseError,
     OfferSpent,
+    PeerUnreachable,
     PushRevoked,
     RequestInUse,
     UnknownBlock,
 )
 from kvferry.engine.link import Link
+from kvferry.protocol import Contact
 from kvferry.protocol.link import decode_message
 from tests.kit import GROUP, Pool, World, agent, at_base
 from tests.pushing import (
@@ -235,6 +238,57 @@ async def test_a_consumer_that_does_not_want_it_frees_the_producer_at_once(
         await trio.sleep(0.1)
         assert isinstance(push.error, PushRevoked)
         assert target.is_untouched()
+
+
+async def test_a_push_that_was_not_wanted_before_it_began_ends_at_once(
+    autojump_clock,
+) -> None:
+    """The word is remembered for a lease, unless the consumer has come again since."""
+    for is_wanted_again in (False, True):
+        world, source, target = World(), Pool(), Pool()
+        async with (
+            world.pair(source, target) as (prefill, decode),
+            trio.open_nursery() as nursery,
+        ):
+            landing = begin_landing(nursery, decode, prefill)
+            await trio.sleep(1)
+            landing.scope.cancel()
+            await trio.sleep(1)
+            if is_wanted_again:
+                landing = begin_landing(nursery, decode, prefill)
+                await trio.sleep(1)
+            push = begin_push(nursery, prefill, source)
+            await trio.sleep(0.5)
+            assert push.over.is_set()
+            if is_wanted_again:
+                assert push.error is landing.error is None
+            else:
+                assert isinstance(push.error, PushRevoked)
+
+
+async def test_a_consumer_of_which_one_rank_cannot_be_reached_tells_the_others(
+    autojump_clock,
+) -> None:
+    """A rank that was reached hears that nothing will be expected."""
+    world, sources = World(), [Pool(tp=(i, 2)) for i in range(2)]
+    target = Pool()
+    async with (
+        world.instance("p", sources) as ranks,
+        world.engine("c", target) as decode,
+        trio.open_nursery() as nursery,
+    ):
+        contact = contact_of(ranks)
+        dead = msgspec.structs.replace(contact.ranks[1], port=1)
+        contact = Contact("p", (contact.ranks[0], dead))
+        pushes = [
+            begin_push(nursery, rank, pool)
+            for rank, pool in zip(ranks, sources, strict=True)
+        ]
+        with pytest.raises(PeerUnreachable):
+            await decode.expect(contact, {GROUP: OURS}, request_id="r")
+        await trio.sleep(0.5)
+        assert isinstance(pushes[0].error, PushRevoked)
+        pushes[1].scope.cancel()
 
 
 # Several at once.

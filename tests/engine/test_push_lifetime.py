@@ -20,7 +20,7 @@ from kvferry.engine import (
 from kvferry.engine.fabric import Progress
 from kvferry.engine.fabric.faults import CallFault, TransferFault
 from tests.kit import GROUP, LOOKS, Pool, Steps, World, address, agent, at_base, is_bare
-from tests.pushing import OURS, THEIRS, begin_landing, begin_push
+from tests.pushing import OURS, THEIRS, Outcome, begin_landing, begin_push
 
 REUSED = 7.0
 SLICED = {"wave_bytes": 200, "window": 2}
@@ -135,10 +135,10 @@ async def test_l3_a_write_past_the_lease_is_refused_at_posting(autojump_clock) -
     world, source, target = World(), Pool(), Pool()
     async with (
         trio.open_nursery() as nursery,
-        world.engine("p", source) as prefill,
+        world.engine("p", source, silence_s=300.0) as prefill,
     ):
         # A consumer that hangs after it has registered, and does not extend.
-        process = await world.start(nursery, "c", target, lease_s=30.0)
+        process = await world.start(nursery, "c", target, silence_s=300.0)
         landing = begin_landing(nursery, process.engine, prefill, deadline_s=200)
         ready = trio.Event()
         push = begin_push(nursery, prefill, source, after=ready.wait, deadline_s=200)
@@ -250,7 +250,7 @@ async def test_l4_abort_while_registered_and_the_producer_silent_for_ever(
 
 
 async def test_l4_a_producer_that_answers_later_gives_them_back(autojump_clock) -> None:
-    """Ten minutes later, over the same link."""
+    """Ten minutes later, over a new link: it is asked again at intervals."""
     world, source, target = World(), Pool(), Pool()
     async with (
         trio.open_nursery() as nursery,
@@ -265,11 +265,33 @@ async def test_l4_a_producer_that_answers_later_gives_them_back(autojump_clock) 
         await trio.sleep(600)
         assert decode.quarantine.blocks(GROUP) == set(OURS)
         process.thaw()
-        with trio.fail_after(1):
+        with trio.fail_after(130):
             await decode.quarantine.wait_free(GROUP, OURS)
         assert not process.engine.statistics()["deliveries"]
         await process.leave()
         await trio.sleep(1)
+        is_bare(decode)
+
+
+async def test_blocks_of_a_dead_producer_come_back_on_the_callers_word(
+    autojump_clock,
+) -> None:
+    """Only its operator can know that the process is gone; nobody is asked any more."""
+    world, source, target = World(), Pool(), Pool()
+    async with (
+        trio.open_nursery() as nursery,
+        world.engine("c", target, drain_grace_s=2.0) as decode,
+    ):
+        process = await world.start(nursery, "p", source)
+        landing = begin_landing(nursery, decode, process.engine)
+        await trio.sleep(0.5)
+        process.kill()
+        await landing.over.wait()
+        (entry,) = decode.quarantine
+        decode.quarantine.release(entry)
+        decode.quarantine.release(entry)
+        assert not decode.quarantine
+        await trio.sleep(400)
         is_bare(decode)
 
 
@@ -662,4 +684,128 @@ async def test_a_link_cut_in_the_middle_of_a_push(autojump_clock, refused_s) -> 
         # Nobody asks any more.
         tasks = trio.lowlevel.current_statistics().tasks_living
         await trio.sleep(300)
-        assert trio.lowlevel.current_statistics().tasks_living == tasks
+        assert trio.lowlevel.current_statistics().tasks_living <= tasks
+
+
+# A whole engine cancelled at every step of its life.
+
+
+@pytest.mark.parametrize("side", ["c", "p"])
+async def test_an_engine_cancelled_at_every_step_of_a_push(
+    autojump_clock, side
+) -> None:
+    """Opening, pushing, closing: the other side ends, and nothing lands afterwards."""
+    steps = await engine_cut_short(0, side)
+    for at_step in range(1, steps + 1, 2):
+        await engine_cut_short(at_step, side)
+
+
+async def engine_cut_short(at_step: int, side: str) -> int:
+    """Cancel one engine from around at one step of its life.
+
+    Returns:
+        The steps of a whole life.
+    """
+    world, pools = World(), {"p": Pool(), "c": Pool()}
+    scope = trio.CancelScope()
+    contacts, opened, gone = [], trio.Event(), trio.Event()
+    outcomes: dict[str, Outcome] = {}
+    with Steps(at_step, scope.cancel) as steps:
+        async with trio.open_nursery() as nursery:
+
+            async def produce() -> None:
+                with scope if side == "p" else trio.CancelScope():
+                    async with world.engine("p", pools["p"], **QUICK) as prefill:
+                        contacts.append(prefill.contact)
+                        opened.set()
+                        spans = pools["p"].stamp(THEIRS, num_tokens=10)
+                        await outcomes.setdefault("push", Outcome()).follow(
+                            lambda: prefill.push(
+                                "r", spans, num_tokens=10, deadline_s=3
+                            )
+                        )
+                        await gone.wait()
+                        await trio.sleep(5)
+                        is_bare(prefill)
+                opened.set()
+
+            async def consume() -> None:
+                with scope if side == "c" else trio.CancelScope():
+                    async with world.engine("c", pools["c"], **QUICK) as decode:
+                        await opened.wait()
+                        for contact in contacts:
+                            await outcomes.setdefault("landing", Outcome()).follow(
+                                lambda contact=contact: decode.expect(
+                                    contact,
+                                    {GROUP: OURS},
+                                    request_id="r",
+                                    deadline_s=3,
+                                )
+                            )
+                        await trio.sleep(0.1)
+                        # An engine that leaves in good order has answered for all.
+                        assert not decode.quarantine
+                        at_base(decode)
+                gone.set()
+
+            nursery.start_soon(produce)
+            nursery.start_soon(consume)
+        taken = steps.taken
+    assert not world.network.closed_in_flight
+    assert not world.may_touch(pools["c"], OURS)
+    if "landing" in outcomes and outcomes["landing"].report is not None:
+        assert pools["c"].holds(OURS, num_tokens=10)
+    for name in world.network.names():
+        assert world.network.faults.calls[name, "close"] == 1
+    assert not world.logged("internal_error"), world.logged("internal_error")
+    assert not world.logged("closed_undrained"), world.logged("closed_undrained")
+    return taken
+
+
+QUICK = {**LOOKS_SLOW, **SLICED, "connect_timeout_s": 2.0}
+
+
+async def test_a_registration_that_never_left_leaves_no_quarantine(
+    autojump_clock, monkeypatch
+) -> None:
+    """Too long for the link: nobody knows the blocks, and they are the caller's."""
+    world, source, target = World(), Pool(), Pool()
+    async with (
+        world.pair(source, target) as (prefill, decode),
+        trio.open_nursery() as nursery,
+    ):
+        begin_push(nursery, prefill, source, "warm")
+        landing = begin_landing(nursery, decode, prefill, "warm")
+        await landing.over.wait()
+        monkeypatch.setattr("kvferry.engine.link.MAX_LINK_BYTES", 100)
+        landing = begin_landing(nursery, decode, prefill)
+        await landing.over.wait()
+        assert isinstance(landing.error, MisuseError)
+        assert landing.error.request_id == "r"
+        assert "Register" in str(landing.error)
+        assert not decode.quarantine
+    assert not world.logged("internal_error")
+
+
+async def test_a_producer_that_leaves_gives_all_blocks_back_first(
+    autojump_clock,
+) -> None:
+    """Registered and not yet pushed: no later start of it could answer for them."""
+    world, source, target = World(), Pool(), Pool()
+    async with (
+        trio.open_nursery() as nursery,
+        world.engine("c", target) as decode,
+    ):
+        process = await world.start(nursery, "p", source)
+        landings = [
+            begin_landing(nursery, decode, process.engine, f"r{n}", blocks={GROUP: [n]})
+            for n in range(8)
+        ]
+        await trio.sleep(1)
+        await process.leave()
+        for landing in landings:
+            await landing.over.wait()
+            assert isinstance(landing.error, PushAborted)
+        assert not decode.quarantine
+        await trio.sleep(1)
+        is_bare(decode)

@@ -538,3 +538,24 @@ async def test_a_step_that_nobody_needs_any_more_prepares_nothing(
         await trio.sleep(1)
         assert prefill.statistics()["fabric_prepared"] == 0
         assert prefill.statistics()["fabric_peers"] == 0
+
+
+async def test_a_consumer_does_not_look_for_bytes_while_nothing_is_ready(
+    autojump_clock,
+) -> None:
+    """A stream lasts as long as the prefill: its pauses cost what waiting costs."""
+    world, source, target = World(), Pool(), Pool()
+    async with world.pair(source, target) as (prefill, decode):
+        spans = source.stamp(THEIRS, num_tokens=10)
+        async with trio.open_nursery() as nursery:
+            landing = begin_landing(nursery, decode, prefill)
+            async with prefill.push_stream("r", spans, num_tokens=10) as stream:
+                await stream.ready(layers=[L0])
+                await settle()
+                before = decode._pump.rounds
+                await trio.sleep(10)
+                looks = decode._pump.rounds - before
+                await stream.ready(layers=[L1])
+        assert landing.error is None
+        target.check(OURS, num_tokens=10)
+        assert looks == pytest.approx(10 / decode.config.offered_poll_s, rel=0.02)

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
+import trio
 
 from kvferry.engine import pull as pull_service
 from kvferry.engine.fabric import Progress
@@ -248,9 +249,13 @@ def bulk_done_when_landed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Pull, "_rearrange", rearrange)
 
 
-def leases_never_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An offer that nobody renews is held for ever."""
-    monkeypatch.setattr(OfferMachine, "_has_run_out", lambda *_: False)
+def leases_never_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that has run out ends only if somebody asks."""
+
+    async def sweep(self):
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(Offers, "sweep", sweep)
 
 
 PLANTED = (
@@ -270,7 +275,7 @@ PLANTED = (
     answers_to_anybody,
     offers_known_by_request_alone,
     bulk_done_when_landed,
-    leases_never_run_out,
+    leases_never_swept,
 )
 SEEDS_TO_FIND = 400
 
