@@ -222,7 +222,6 @@ class _Landing:
         )
         self._driver = Driver(
             self._machine,
-            kind="landing",
             over=OVER,
             draining=LandingState.REVOKING,
             cancel=CancelRequested(),

@@ -194,6 +194,17 @@ class Peers:
         """How they are reached."""
         return self._dials
 
+    def sources_now(self, ticket: Ticket) -> Sources | None:
+        """As `sources`, if all of the ticket's ranks are connected; None if not."""
+        keys = tuple(key for key, _ in addressed(ticket))
+        sources = self._sources.get(keys)
+        if sources is None:
+            if not all(key in self._peers for key in keys):
+                return None
+            sources = self._prepare(keys)
+        sources.users += 1
+        return sources
+
     async def sources(self, ticket: Ticket) -> Sources:
         """Connect the ticket's ranks and prepare reading from them.
 
