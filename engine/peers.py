@@ -38,7 +38,6 @@ from kvferry.protocol.link import (
     OfferReady,
     Refused,
     Registered,
-    Renewed,
     Revoked,
 )
 
@@ -64,16 +63,7 @@ __all__ = ("Answer", "Peer", "Peers", "Subscriber")
 SWEEP_S = 60.0
 """Back-offs that nobody cares for any more are looked for at least as often."""
 
-Answer = (
-    Confirmed
-    | OfferReady
-    | Refused
-    | Renewed
-    | Registered
-    | Finished
-    | Aborted
-    | Revoked
-)
+Answer = Confirmed | OfferReady | Refused | Registered | Finished | Aborted | Revoked
 
 
 class Subscriber:
