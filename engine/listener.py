@@ -72,7 +72,7 @@ class Listener:
         self._ours = ours
         self._service = service
         self._log = log
-        self._links: set[Link] = set()
+        self._links: dict[Link, None] = {}
         self._admitted: set[FramedStream] = set()  # links, or so in a moment
         self._diallers = 0  # not introduced yet
         self._turned_away = 0  # hearing so now
@@ -185,14 +185,14 @@ class Listener:
             keepalive_s=self._config.keepalive_s,
             silence_s=self._config.silence_s,
         )
-        self._links.add(link)
+        self._links[link] = None
         self._log.info("link_opened", peer=str(key))
         cause: FerryError = PeerLost("the engine closed")
         try:
             self._service.on_open(link, card)
             cause = await link.run(partial(self._service.on_message, link))
         finally:
-            self._links.discard(link)
+            self._links.pop(link, None)
             self._service.on_end(link, cause)
             self._log.info("link_ended", peer=str(key), cause=str(cause))
 

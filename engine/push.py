@@ -449,7 +449,7 @@ class _Push:
             num_tokens=request.num_tokens,
         )
         self._deliveries: dict[EngineKey, Delivery] = {}
-        self._started: set[EngineKey] = set()
+        self._started: dict[EngineKey, None] = {}
         self._over = trio.Event()
 
     @property
@@ -573,7 +573,7 @@ class _Push:
         delivery = self._deliveries[reader]
         delivery.join(Cargo(self.request.spans, self.request.num_tokens))
         delivery.add(self._readiness.so_far())
-        self._started.add(reader)
+        self._started[reader] = None
 
     def _refuse(self, reader: EngineKey) -> None:
         self._deliveries[reader].abort(
