@@ -116,13 +116,19 @@ class Driver(Generic[StateT]):
         if self.is_over or self._deadline() < self._waits_until:
             self._changed.set()
 
-    async def run(self) -> None:
+    async def run(self, first: Event | None = None) -> None:
         """Wait for the outcome, and let the machine have its ticks; a cancellation
         drains first, and goes on then.
 
         The shield has no end of its own: a machine that drains has a deadline.
+
+        Args:
+            first: Let in first, unless the task is cancelled already.
         """
         try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            if first is not None:
+                self.feed(first)
             await self._wait()
         except trio.Cancelled:
             self.feed(self._cancel)

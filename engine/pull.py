@@ -180,11 +180,9 @@ class _Pull:
 
     async def run(self) -> TransferReport:
         """To the one outcome: a report, an error, or the caller's cancellation."""
-        await trio.lowlevel.checkpoint_if_cancelled()
         has_work = self._request.computed_tokens < self._ticket.num_tokens
-        self.feed(PullStarted(has_work))
         try:
-            await self._driver.run()
+            await self._driver.run(PullStarted(has_work))
         finally:
             await self._aside.end()
             # Only now: in its very last step a task may still have come by sources.

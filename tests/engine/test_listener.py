@@ -449,7 +449,7 @@ async def test_a_service_hears_of_each_link_from_beginning_to_end(
     async with world.engine("p", Pool(), silence_s=6.0) as prefill:
         prefill._listener._service = service
         framed = await connected(world, prefill)
-        await framed.send(encode_message(Renewed("r", 0, 1.0)))
+        await framed.send(encode_message(Registered("r", 0)))
         await trio.testing.wait_all_tasks_blocked()
         if how == "closes":
             await framed.aclose()
@@ -465,7 +465,7 @@ async def test_a_service_hears_of_each_link_from_beginning_to_end(
     (opened, said, ended) = service.heard
     assert opened[:2] == ("open", READER)
     assert opened[2].identity == IDENTITY
-    assert said == ("message", READER, Renewed("r", 0, 1.0))
+    assert said == ("message", READER, Registered("r", 0))
     assert ended == (
         "end",
         READER,
