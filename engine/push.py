@@ -324,6 +324,9 @@ class Pushes:
         mine = sum(reader == target.key for reader, _ in self._registered)
         if mine >= self._services.config.max_registrations:
             raise PushAborted(f"{mine} registrations of this rank, no more are allowed")
+        if (target.key, message.attempt) in self._cleared:
+            # The answer has been given: these blocks may be somebody else's by now.
+            raise OfferSpent("this registration is over, or was revoked before it came")
         if (target.key, message.attempt) in self._deliveries or (
             target.key,
             message.request_id,
