@@ -147,7 +147,6 @@ class Delivery:
         )
         self._driver = Driver(
             self._machine,
-            kind="delivery",
             over=OVER,
             draining=DeliveryState.DRAINING,
             cancel=DeliveryAborted(EngineClosed("the engine is closing")),
@@ -192,10 +191,10 @@ class Delivery:
         """Waves that have become ready."""
         return len(self._writes)
 
-    async def run(self) -> None:
-        """Drive it to its outcome; in the engine's nursery."""
+    def start(self) -> None:
+        """Tell the consumer that it is registered, and wait for a push."""
         self._send(Registered(*self._name()))
-        await self._driver.run()
+        self._services.nursery.start_soon(self._driver.run)
 
     def join(self, cargo: Cargo) -> None:
         """There is something to push."""

@@ -50,7 +50,6 @@ class Driver(Generic[StateT]):
         self,
         machine: Machine[StateT],
         *,
-        kind: str,
         over: frozenset[StateT],
         draining: StateT,
         cancel: Event,
@@ -64,7 +63,6 @@ class Driver(Generic[StateT]):
 
         Args:
             machine: In its first state.
-            kind: The beginning of its log entries, ``pull``.
             over: The states in which the request has its outcome.
             draining: The state that only waits for what is in flight.
             cancel: What a cancellation of the caller's task is to the machine.
@@ -78,7 +76,6 @@ class Driver(Generic[StateT]):
         self.bug: FerryError | None = None
         self.failed_in = machine.state
         self.phases_s: dict[str, float] = {}
-        self._kind = kind
         self._over = over
         self._draining = draining
         self._cancel = cancel
@@ -88,7 +85,9 @@ class Driver(Generic[StateT]):
         self._on_draining = on_draining
         self._log = log
         self._inbox: deque[Event] = deque()
-        self._arrived = trio.Event()
+        self._is_stepping = False
+        self._changed = trio.Event()
+        self._waits_until = float("inf")
         self._phase = machine.state
         self._phase_at = trio.current_time()
 
@@ -98,52 +97,63 @@ class Driver(Generic[StateT]):
         return self.bug is not None or self.machine.state in self._over
 
     def feed(self, event: Event) -> None:
-        """Let an event in; never blocks or raises.
+        """Let an event in, and carry out what follows; never blocks or raises.
 
-        Once the request has its outcome nobody drives any more: only what is in
-        quarantine still changes, and that at once.
+        At once, in whoever's task brings it: a wave that settles in the pump's round
+        has the next one posted there, and the request's own task is not woken for it.
+        Only an event that an effect brings waits until its step has ended.
         """
-        if self.is_over:
-            self._step(event)
-            return
         self._inbox.append(event)
-        self._arrived.set()
+        if self._is_stepping:
+            return
+        self._is_stepping = True
+        try:
+            while self._inbox:
+                self._tick_if_due()
+                self._step(self._inbox.popleft())
+        finally:
+            self._is_stepping = False
+        if self.is_over or self._deadline() < self._waits_until:
+            self._changed.set()
 
-    async def run(self) -> None:
-        """Drive to the outcome; a cancellation drains first, and goes on then.
+    async def run(self, first: Event | None = None) -> None:
+        """Wait for the outcome, and let the machine have its ticks; a cancellation
+        drains first, and goes on then.
 
         The shield has no end of its own: a machine that drains has a deadline.
+
+        Args:
+            first: Let in first, unless the task is cancelled already.
         """
         try:
-            await self._drive()
+            await trio.lowlevel.checkpoint_if_cancelled()
+            if first is not None:
+                self.feed(first)
+            await self._wait()
         except trio.Cancelled:
             self.feed(self._cancel)
             with trio.CancelScope(shield=True):
-                await self._drive()
+                await self._wait()
             raise
 
-    async def _drive(self) -> None:
+    async def _wait(self) -> None:
         while not self.is_over:
-            await self._next_input()
-            deadline = self.machine.deadline
-            if deadline is not None and trio.current_time() >= deadline:
-                self._step(self._tick)
-            # One event between two checkpoints: its effects may post a wave, which
-            # on one host is copied inside the call and answered at once.
-            if self._inbox and not self.is_over:
-                self._step(self._inbox.popleft())
-        while self._inbox:  # late ones are counted
-            self._step(self._inbox.popleft())
+            self._changed = trio.Event()
+            self._waits_until = self._deadline()
+            with trio.move_on_at(self._waits_until):
+                await self._changed.wait()
+            if trio.current_time() >= self._deadline():
+                self.feed(self._tick)
 
-    async def _next_input(self) -> None:
-        """Wait for an event or the machine's deadline; let others run in any case."""
-        if self._inbox:
-            await trio.lowlevel.checkpoint()
-            return
-        self._arrived = trio.Event()
+    def _deadline(self) -> float:
         deadline = self.machine.deadline
-        with trio.move_on_at(float("inf") if deadline is None else deadline):
-            await self._arrived.wait()
+        return float("inf") if deadline is None else deadline
+
+    def _tick_if_due(self) -> None:
+        """What comes behind a deadline finds it passed, however late we look."""
+        is_tick = self._inbox[0] is self._tick
+        if not is_tick and trio.current_time() >= self._deadline():
+            self._step(self._tick)
 
     def _step(self, event: Event) -> None:
         if self.bug is None:
@@ -171,7 +181,6 @@ class Driver(Generic[StateT]):
         self._phase, self._phase_at = state, now
         if state in self._over:
             return
-        self._log.debug(f"{self._kind}_{state.value}")
         if state is self._draining:
             self._on_draining()
         else:

@@ -222,7 +222,6 @@ class _Landing:
         )
         self._driver = Driver(
             self._machine,
-            kind="landing",
             over=OVER,
             draining=LandingState.REVOKING,
             cancel=CancelRequested(),
@@ -257,8 +256,7 @@ class _Landing:
         try:
             with self._claims:
                 async with trio.open_nursery() as self._nursery:
-                    self.feed(LandingStarted())
-                    await self._driver.run()
+                    await self._driver.run(LandingStarted())
                     self._nursery.cancel_scope.cancel()
         finally:
             self._landings.drop_tokens(self._tokens)

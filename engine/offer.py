@@ -36,6 +36,7 @@ from kvferry.protocol.lifecycle.offer import (
     BlocksComputed,
     ConfirmRead,
     EndOffer,
+    NoteReader,
     OfferDeclined,
     OfferMachine,
     OfferState,
@@ -45,7 +46,6 @@ from kvferry.protocol.lifecycle.offer import (
     RefuseReader,
     RenewArrived,
     ReportReady,
-    ReportRenewed,
     WithdrawRequested,
 )
 from kvferry.protocol.link import (
@@ -56,7 +56,6 @@ from kvferry.protocol.link import (
     Refused,
     RefusedReason,
     Renew,
-    Renewed,
 )
 from kvferry.protocol.ticket import RankOffer, Ticket, TicketSpan
 
@@ -337,10 +336,10 @@ class Offers:
             elif isinstance(effect, ReportReady):
                 reader, its_attempt = held.readers[effect.reader]
                 self._answer(reader, OfferReady(held.ticket.request_id, its_attempt))
+            elif isinstance(effect, NoteReader) and link is not None:
+                held.readers[effect.reader] = link, attempt
+                self._read_on.setdefault(link, set()).add(held)
             elif link is not None:
-                if isinstance(effect, ReportRenewed):
-                    held.readers[effect.reader] = link, attempt
-                    self._read_on.setdefault(link, set()).add(held)
                 self._answer(link, self._message(held, effect, attempt))
         if held.machine.is_read and not was_read and not held.ended.is_set():
             # Somebody reads now: over tcp their bytes move only when we look.
@@ -416,8 +415,6 @@ class Offers:
     def _message(self, held: _Held, effect: Effect, attempt: int) -> LinkMessage:
         request_id = held.ticket.request_id
         match effect:
-            case ReportRenewed():
-                return Renewed(request_id, attempt, self._config.lease_s)
             case ConfirmRead():
                 return Confirmed(self._key, request_id, attempt, effect.epoch)
             case RefuseReader():

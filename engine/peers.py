@@ -38,7 +38,6 @@ from kvferry.protocol.link import (
     OfferReady,
     Refused,
     Registered,
-    Renewed,
     Revoked,
 )
 
@@ -64,16 +63,7 @@ __all__ = ("Answer", "Peer", "Peers", "Subscriber")
 SWEEP_S = 60.0
 """Back-offs that nobody cares for any more are looked for at least as often."""
 
-Answer = (
-    Confirmed
-    | OfferReady
-    | Refused
-    | Renewed
-    | Registered
-    | Finished
-    | Aborted
-    | Revoked
-)
+Answer = Confirmed | OfferReady | Refused | Registered | Finished | Aborted | Revoked
 
 
 class Subscriber:
@@ -193,6 +183,17 @@ class Peers:
     def dials(self) -> Dials:
         """How they are reached."""
         return self._dials
+
+    def sources_now(self, ticket: Ticket) -> Sources | None:
+        """As `sources`, if all of the ticket's ranks are connected; None if not."""
+        keys = tuple(key for key, _ in addressed(ticket))
+        sources = self._sources.get(keys)
+        if sources is None:
+            if not all(key in self._peers for key in keys):
+                return None
+            sources = self._prepare(keys)
+        sources.users += 1
+        return sources
 
     async def sources(self, ticket: Ticket) -> Sources:
         """Connect the ticket's ranks and prepare reading from them.

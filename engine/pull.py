@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from kvferry.engine.after import wait_for
+from kvferry.engine.aside import Aside
 from kvferry.engine.dialogue import Dialogue
 from kvferry.engine.drive import Driver
 from kvferry.engine.guard import guarded
@@ -57,10 +58,10 @@ from kvferry.protocol.lifecycle.pull import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvferry.engine.after import After
-    from kvferry.engine.selection import Selection
+    from kvferry.engine.selection import Selection, Tail
     from kvferry.engine.services import Services
     from kvferry.engine.sources import Sources
     from kvferry.engine.waves import Wave
@@ -151,7 +152,6 @@ class _Pull:
         )
         self._driver = Driver(
             self._machine,
-            kind="pull",
             over=OVER,
             draining=PullState.DRAINING,
             cancel=CancelRequested(),
@@ -165,7 +165,7 @@ class _Pull:
         self._dialogue = Dialogue(
             services, ticket, attempt, feed=self.feed, log=self._log
         )
-        self._nursery: trio.Nursery | None = None
+        self._aside = Aside(services.nursery, on_failure=self._fail, log=self._log)
         self._sources: Sources | None = None
         self._selection: Selection[EngineKey] | None = None
         self._reading: Reading | None = None
@@ -182,13 +182,10 @@ class _Pull:
         """To the one outcome: a report, an error, or the caller's cancellation."""
         has_work = self._request.computed_tokens < self._ticket.num_tokens
         try:
-            async with trio.open_nursery() as self._nursery:
-                self.feed(PullStarted(has_work))
-                await self._driver.run()
-                self._nursery.cancel_scope.cancel()
+            await self._driver.run(PullStarted(has_work))
         finally:
-            # Only now: in its very last step a task of the nursery may still have
-            # come by sources.
+            await self._aside.end()
+            # Only now: in its very last step a task may still have come by sources.
             self._leave()
         if self._machine.state is not PullState.DONE:
             raise self._error()
@@ -208,7 +205,7 @@ class _Pull:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Connect():
-                self._start_task(self._connect)
+                self._connect()
             case AwaitBlocks():
                 self._await_blocks()
             case RenewLease() | DeclineSource() | SendReadFinished():
@@ -218,8 +215,7 @@ class _Pull:
             case PostWave(wave=number):
                 self._held_reading().post(number)
             case RunFinish():
-                self._is_finishing = True
-                self._services.nursery.start_soon(self._finish)
+                self._run_finish()
             case DeclineOffer():
                 self._decline()
             case QuarantineBlocks():
@@ -229,19 +225,24 @@ class _Pull:
             case _:
                 raise FerryInternalError(f"no one does {type(effect).__name__}")
 
-    def _start_task(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Run a part of the pull beside it; its failure is an event."""
-        if self._nursery is None:
-            raise FerryInternalError("a pull's task started before the pull")
-        self._nursery.start_soon(
-            partial(guarded, call, on_failure=self._fail, log=self._log)
-        )
-
     def _fail(self, error: FerryError) -> None:
         self.feed(PullFailed(error))
 
-    async def _connect(self) -> None:
-        sources = await self._services.peers.sources(self._ticket)
+    def _connect(self) -> None:
+        """Peers that are there already cost no task."""
+        try:
+            sources = self._services.peers.sources_now(self._ticket)
+            if sources is None:
+                self._aside.start(self._reach)
+            else:
+                self._plan(sources)
+        except FerryError as error:
+            self._fail(error)
+
+    async def _reach(self) -> None:
+        self._plan(await self._services.peers.sources(self._ticket))
+
+    def _plan(self, sources: Sources) -> None:
         self._sources = sources
         self._dialogue.begin(sources.peers)
         started_at = trio.current_time()
@@ -278,7 +279,7 @@ class _Pull:
         if self._request.after is None:
             self.feed(BlocksReady())
         else:
-            self._start_task(partial(self._await_event, self._request.after))
+            self._aside.start(partial(self._await_event, self._request.after))
 
     async def _await_event(self, after: After) -> None:
         await wait_for(after)
@@ -287,7 +288,7 @@ class _Pull:
     def _take_room(self) -> None:
         """In the staging buffer if any is needed there: no wave ever waits for it."""
         if self._held_reading().needs_berth:
-            self._start_task(self._take_berth)
+            self._aside.start(self._take_berth)
         else:
             self.feed(RoomTaken())
 
@@ -318,26 +319,32 @@ class _Pull:
         source = self._waves()[number].source
         return cause.about(peer=self._dialogue.name([source]))
 
-    async def _finish(self) -> None:
+    def _run_finish(self) -> None:
         """In the engine's nursery: a pull that is cancelled now is done all the same."""
+        if self._selection is None:  # a full prefix hit: nothing was planned
+            self._selection = self._select_nothing()
+        if self._selection.tails:
+            self._is_finishing = True
+            self._services.nursery.start_soon(self._finish, self._selection.tails)
+        else:
+            self.feed(FinishEnded())
 
+    async def _finish(self, tails: Sequence[Tail]) -> None:
         def failed(error: FerryError) -> None:
             self.feed(FinishFailed(error))
 
+        async def finish() -> None:
+            await self._services.finish.run(tails)
+            self.feed(FinishEnded())
+
         try:
-            await guarded(self._run_finish, on_failure=failed, log=self._log)
+            await guarded(finish, on_failure=failed, log=self._log)
         except trio.Cancelled:
             failed(EngineClosed("the engine closed before the finish stage ended"))
             raise
         finally:
             self._is_finishing = False
             self._clear_up()
-
-    async def _run_finish(self) -> None:
-        if self._selection is None:  # a full prefix hit: nothing was planned
-            self._selection = self._select_nothing()
-        await self._services.finish.run(self._selection.tails)
-        self.feed(FinishEnded())
 
     def _select_nothing(self) -> Selection[EngineKey]:
         config, layout = self._services.config, self._services.layout

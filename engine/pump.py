@@ -153,12 +153,13 @@ class Pump:
 
     def _look_at_others(self) -> None:
         """Whatever their order: each gets its turn."""
-        for _ in range(min(MISSES, len(self._turns))):
+        looks = 0
+        while self._turns and looks < MISSES:
             transfer = self._turns.popleft()
-            while self._turns and not self._is_open(transfer):
-                transfer = self._turns.popleft()
-            if self._is_open(transfer) and not self._look(transfer):
-                self._turns.append(transfer)
+            if self._is_open(transfer):
+                looks += 1
+                if not self._look(transfer):
+                    self._turns.append(transfer)
 
     def _is_open(self, transfer: Transfer) -> bool:
         return transfer in self._active or transfer in self._lost

@@ -305,7 +305,7 @@ class Pushes:
         )
         self._deliveries[target.key, message.attempt] = delivery
         self._registered.add((target.key, message.request_id))
-        self._services.nursery.start_soon(delivery.run)
+        delivery.start()
         self._declined.pop((target.key, message.request_id), None)
         push = self._active.get(message.request_id)
         if push is not None:
@@ -434,7 +434,6 @@ class _Push:
         )
         self._driver = Driver(
             self._machine,
-            kind="push",
             over=OVER,
             draining=PushState.ENDING,
             cancel=PushFailed(EngineClosed("the engine is closing")),

@@ -27,9 +27,6 @@ BURST_BYTES = 2 * 1024 * 1024
 megabyte takes about a quarter of a millisecond, a post of few bytes some tens of
 microseconds."""
 
-BURST_S = 0.001
-"""After so long a new burst may begin by itself."""
-
 
 class Turn(NamedTuple):
     """One wave that wants to be posted.
@@ -110,7 +107,6 @@ class Traffic:
         self._waiting_bytes = 0
         self._burst_posts = 0
         self._burst_bytes = 0
-        self._burst_at = 0.0
         self._spent = trio.Event()
         self._eased = trio.Event()
 
@@ -167,10 +163,9 @@ class Traffic:
     async def run(self) -> None:
         """Let the next burst begin when everybody has had a look, for ever."""
         while True:
-            await self._spent.wait()
+            await self._spent.wait()  # lets others run, also if it is set already
             self._spent = trio.Event()
-            await trio.lowlevel.checkpoint()
-            self._begin_burst()
+            self._burst_posts = self._burst_bytes = 0
             self._serve()
 
     def _class(self, priority: int) -> _Class:
@@ -205,16 +200,10 @@ class Traffic:
             or self._bytes >= self._config.max_bytes_in_flight
         ):
             return False
-        if trio.current_time() >= self._burst_at + BURST_S:
-            self._begin_burst()
         if self._burst_posts >= BURST_POSTS or self._burst_bytes >= BURST_BYTES:
             self._spent.set()
             return False
         return True
-
-    def _begin_burst(self) -> None:
-        self._burst_posts = self._burst_bytes = 0
-        self._burst_at = trio.current_time()
 
     def _ease(self, size: int) -> None:
         self._waiting_bytes -= size

@@ -39,7 +39,6 @@ __all__ = (
     "Register",
     "Registered",
     "Renew",
-    "Renewed",
     "Revoke",
     "Revoked",
     "decode_message",
@@ -67,6 +66,8 @@ class RefusedReason(enum.Enum):
 class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
     """Consumer: hold the blocks on; the first one accepts the ticket.
 
+    It has no answer, unless it is refused: nobody waits for one.
+
     Attributes:
         readers: The consumer's ranks that read from this producer rank; it
             releases after exactly these.
@@ -76,14 +77,6 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True
     offer_id: OfferId
     attempt: Attempt
     readers: Readers
-
-
-class Renewed(msgspec.Struct, frozen=True, tag="renewed", forbid_unknown_fields=True):
-    """Producer: the blocks are held for another ``lease_s`` seconds."""
-
-    request_id: RequestId
-    attempt: Attempt
-    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
 
 class OfferReady(
@@ -277,7 +270,6 @@ class Pong(msgspec.Struct, frozen=True, tag="pong", forbid_unknown_fields=True):
 
 LinkMessage = (
     Renew
-    | Renewed
     | OfferReady
     | ReadFinished
     | Confirmed

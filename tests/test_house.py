@@ -38,7 +38,7 @@ LAYERS = (
     "engine.fabric engine.streams engine.quarantine engine.guard",
     # motion
     "engine.pump engine.traffic engine.waves engine.finish engine.staging engine.rearrange",
-    "engine.agents engine.flight engine.drive engine.after",
+    "engine.agents engine.flight engine.drive engine.after engine.aside",
     # others
     "engine.link engine.handshake engine.dials",
     "engine.peers engine.sources engine.listener engine.targets",

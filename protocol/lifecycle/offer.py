@@ -34,6 +34,7 @@ __all__ = (
     "BlocksComputed",
     "ConfirmRead",
     "EndOffer",
+    "NoteReader",
     "OfferDeclined",
     "OfferMachine",
     "OfferState",
@@ -43,7 +44,6 @@ __all__ = (
     "RefuseReader",
     "RenewArrived",
     "ReportReady",
-    "ReportRenewed",
     "WithdrawRequested",
 )
 
@@ -124,8 +124,8 @@ EVENTS: tuple[type[Event], ...] = (
 )
 
 
-class ReportRenewed(Effect, frozen=True):
-    """Tell the reader that the lease runs anew."""
+class NoteReader(Effect, frozen=True):
+    """The reader has accepted the ticket, or renewed: this is how it is reached."""
 
     reader: EngineKey
 
@@ -211,7 +211,7 @@ class OfferMachine(Machine[OfferState]):
         self.epoch += 1
         self._lease_at = now + self._lease_s
         return OfferState.OPEN, [
-            ReportRenewed(event.reader),
+            NoteReader(event.reader),
             *self._report_ready(event.reader),
         ]
 

@@ -52,7 +52,7 @@ async def cut_short(at_step: int, ends: Ends, *, how: str, ranks: int = 1) -> in
             elif pull := decode._pulls._active.get("r"):
                 # As if this very step had come at the deadline.
                 pull._machine._deadline_at = trio.current_time()
-                pull._driver._arrived.set()
+                pull._driver._changed.set()
 
         with Steps(at_step, end) as steps, scope:
             try:

@@ -101,7 +101,6 @@ class Owner:
         self.events: list[str] = []
         self.driver = Driver(
             Job(),
-            kind="job",
             over=frozenset({State.DONE, State.ENDED}),
             draining=State.DRAINING,
             cancel=Cancelled(),
@@ -144,7 +143,6 @@ async def test_events_lead_to_the_outcome_one_at_a_time(autojump_clock) -> None:
     assert owner.effects == [Work()]
     assert driver.phases_s == {"new": 0.0, "working": 3.0}
     assert driver.failed_in is State.WORKING
-    assert owner.events == ["job_working"]
 
 
 async def test_a_deadline_of_the_machine_is_a_tick(autojump_clock) -> None:
@@ -217,12 +215,14 @@ async def test_an_effect_that_raises_harms_nobody_who_feeds(
     def fail(_effect) -> None:
         raise ZeroDivisionError("a bug")
 
-    owner.driver.feed(Begun())
     if is_over:
+        owner.driver.feed(Begun())
         await owner.driver.run()
-    owner.driver._carry_out = fail
-    owner.driver.feed(Landed())
-    if not is_over:
+        owner.driver._carry_out = fail
+        owner.driver.feed(Landed())
+    else:
+        owner.driver._carry_out = fail
+        owner.driver.feed(Begun())
         await owner.driver.run()
     assert isinstance(owner.driver.bug, FerryInternalError)
     assert isinstance(owner.driver.bug.__cause__, ZeroDivisionError)

@@ -18,8 +18,8 @@ from kvferry.protocol.link import (
     Goodbye,
     Ping,
     Pong,
+    Registered,
     Renew,
-    Renewed,
     decode_message,
     encode_message,
 )
@@ -55,9 +55,9 @@ class Ends:
         self.heard.append(message)
 
 
-def renewed(number) -> Renewed:
+def renewed(number) -> Registered:
     """A message that can be told from others."""
-    return Renewed("r", number, 1.0)
+    return Registered("r", number)
 
 
 async def test_messages_arrive_in_order_both_ways(autojump_clock) -> None:
@@ -258,7 +258,7 @@ async def test_any_word_breaks_the_silence(autojump_clock, word) -> None:
         started = trio.current_time()
         await trio.testing.wait_all_tasks_blocked()
         assert ends.link.is_open
-        assert ends.heard == ([word] * 10 if isinstance(word, Renewed) else [])
+        assert ends.heard == ([word] * 10 if isinstance(word, Registered) else [])
         await ends.ended.wait()
         assert trio.current_time() - started == pytest.approx(20)
 

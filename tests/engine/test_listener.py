@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import trio
 import trio.testing
 
-from kvferry.engine import HandshakeRefused, OfferOutcome, PeerLost
+from kvferry.engine import (
+    HandshakeRefused,
+    OfferOutcome,
+    PeerLost,
+    ProtocolViolation,
+)
+from kvferry.engine.fabric import MemoryStreams
 from kvferry.engine.handshake import Credentials, greet
 from kvferry.engine.link import FramedStream
-from kvferry.protocol.handshake import Card, Hello, encode
+from kvferry.engine.streams import BoundListener
+from kvferry.protocol.framing import MAX_CARD_BYTES
+from kvferry.protocol.handshake import (
+    Card,
+    Hello,
+    Role,
+    decode_introduction,
+    encode,
+    introduce,
+)
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.link import (
     Confirmed,
@@ -18,8 +35,8 @@ from kvferry.protocol.link import (
     ReadFinished,
     Refused,
     RefusedReason,
+    Registered,
     Renew,
-    Renewed,
     decode_message,
     encode_message,
 )
@@ -49,28 +66,28 @@ async def test_silent_diallers_are_dropped(autojump_clock) -> None:
     async with world.engine("p", Pool(), handshake_timeout_s=3.0) as prefill:
         streams = [await world.streams.dial(*address(prefill)) for _ in range(20)]
         await trio.sleep(2.9)
-        assert prefill._listener._serving == 20
+        assert prefill._listener._diallers == 20
         await trio.sleep(0.2)
-        assert prefill._listener._serving == 0
+        assert prefill._listener._diallers == 0
         assert prefill.statistics()["handshakes_refused"] == 20
         for stream in streams:
             assert await stream.receive_some() == b""
 
 
 async def test_no_more_links_than_allowed(autojump_clock) -> None:
-    """One too many is hung up on at once; a place that is left can be taken."""
+    """One too many hears that we are busy; a place that is left can be taken."""
     world = World()
     async with world.engine("p", Pool(), max_links=3) as prefill:
         links = [
             await connected(world, prefill, key=EngineKey("c", str(i), Rank()))
             for i in range(3)
         ]
-        with pytest.raises(PeerLost):
+        with pytest.raises(HandshakeRefused, match="busy"):
             await connected(world, prefill)
         await links[0].aclose()
         await trio.testing.wait_all_tasks_blocked()
-        await connected(world, prefill, key=EngineKey("c", "3", Rank()))
-        await trio.testing.wait_all_tasks_blocked()
+        another = EngineKey("c", "another", Rank())
+        await connected(world, prefill, key=another)
         assert prefill.statistics()["links"] == 3
 
 
@@ -106,7 +123,7 @@ async def test_what_only_a_producer_says_ends_the_link(autojump_clock) -> None:
         offer = prefill.offer("r", producer.stamp([1], num_tokens=4), num_tokens=4)
         for message in (
             Confirmed(prefill.key, "r", 0, 1),
-            Renewed("r", 0, 99.0),
+            Registered("r", 0),
             Refused("r", 0, RefusedReason.SPENT),
         ):
             framed = await connected(world, prefill)
@@ -119,16 +136,14 @@ async def test_what_only_a_producer_says_ends_the_link(autojump_clock) -> None:
 
 
 async def test_each_question_has_its_answer(autojump_clock) -> None:
-    """Renewed, confirmed, spent; unknown offers are refused and counted."""
+    """Confirmed, spent; unknown offers are refused and counted; a renewal has none."""
     world, producer = World(), Pool()
     async with world.engine("p", producer) as prefill:
         offer = prefill.offer("r", producer.stamp([1], num_tokens=4), num_tokens=4)
         offer_id = offer.ticket.ranks[0].offer_id
         ranks = (Rank(),)
         framed = await connected(world, prefill)
-        assert await ask(framed, Renew("r", offer_id, 5, ranks)) == Renewed(
-            "r", 5, 30.0
-        )
+        await framed.send(encode_message(Renew("r", offer_id, 5, ranks)))
         for request, known in (("other", offer_id), ("r", "other")):
             for question in (
                 Renew(request, known, 6, ranks),
@@ -187,7 +202,7 @@ async def test_a_producer_that_slept_past_the_lease_knows(
         readers = ((Rank(),),) if question is Renew else ()
         # No other task runs between these two lines.
         autojump_clock.jump(5.0)
-        prefill._offers.handle(link, question("r", offer_id, 0, *readers))
+        prefill._offers.on_message(link, question("r", offer_id, 0, *readers))
         assert offer.outcome is OfferOutcome.EXPIRED
         answer = decode_message(await framed.receive())
         assert answer == Refused("r", 0, RefusedReason.EXPIRED)
@@ -250,3 +265,209 @@ async def test_two_hellos_are_no_handshake(autojump_clock) -> None:
             await framed.receive()
         await trio.testing.wait_all_tasks_blocked()
         assert prefill.statistics()["links"] == 0
+
+
+# Bounds, and what the network does to a listener.
+
+
+async def test_strangers_do_not_take_the_places_of_links(autojump_clock) -> None:
+    """As many as may introduce themselves at once do nothing; links go on, others wait."""
+    world, producer, consumer = World(), Pool(), Pool()
+    config = {"max_diallers": 4, "max_links": 2, "handshake_timeout_s": 3.0}
+    async with (
+        world.engine("p", producer, **config) as prefill,
+        world.engine("c", consumer, redial_s=0.1) as decode,
+    ):
+        offer = prefill.offer("r", producer.stamp([1], num_tokens=4), num_tokens=4)
+        await decode.pull(offer.ticket, {GROUP: [2]})
+        for _ in range(4):
+            await world.streams.dial(*address(prefill))
+        await trio.testing.wait_all_tasks_blocked()
+        assert prefill._listener._diallers == 4
+        with pytest.raises(HandshakeRefused, match="busy"):
+            await connected(world, prefill)
+        # Who is there is served.
+        offer = prefill.offer("s", producer.stamp([1], num_tokens=4), num_tokens=4)
+        await decode.pull(offer.ticket, {GROUP: [3]})
+        await trio.sleep(3.1)
+        await connected(world, prefill)
+        assert prefill.statistics()["links"] == 2
+
+
+async def test_a_crowd_of_strangers_is_hung_up_on(autojump_clock) -> None:
+    """Also those that only have to hear that there is no place are bounded."""
+    world = World()
+    async with world.engine("p", Pool(), max_diallers=5) as prefill:
+        streams = [await world.streams.dial(*address(prefill)) for _ in range(40)]
+        await trio.testing.wait_all_tasks_blocked()
+        listener = prefill._listener
+        assert (listener._diallers, listener._turned_away) == (5, 5)
+        assert prefill.statistics()["handshakes_refused"] == 30
+        for stream in streams[10:]:
+            assert await stream.receive_some() == b""
+        await trio.sleep(1.1)
+        assert (listener._diallers, listener._turned_away) == (5, 0)
+        await trio.sleep(10)
+        assert prefill.statistics()["handshakes_refused"] == 40
+        assert not listener._admitted
+
+
+async def test_a_dialler_that_hangs_up_when_admitted_leaves_no_trace(
+    autojump_clock,
+) -> None:
+    """Its place is free again."""
+    world, producer = World(), Pool()
+    async with world.engine("p", producer, max_links=1) as prefill:
+        for number in range(3):
+            key = EngineKey("c", str(number), Rank())
+            framed = await connected(world, prefill, key=key)
+            await framed.aclose()
+            await trio.testing.wait_all_tasks_blocked()
+        assert not prefill._listener._admitted
+        assert prefill.statistics()["links"] == 0
+
+
+async def test_a_closing_listener_says_so(autojump_clock) -> None:
+    """Whoever dials while the engine drains hears why it is turned away."""
+    world, producer, consumer = World(), Pool(), Pool()
+    async with world.pair(producer, consumer) as (prefill, decode):
+        offer = prefill.offer("r", producer.stamp([1], num_tokens=4), num_tokens=4)
+        prefill._listener._is_closing = True
+        with pytest.raises(HandshakeRefused, match="closing"):
+            await decode.pull(offer.ticket, {GROUP: [2]})
+        prefill._listener._is_closing = False
+        offer.withdraw()
+
+
+async def test_closing_while_somebody_introduces_itself(autojump_clock) -> None:
+    """It is not let in behind the goodbyes."""
+    world, producer = World(), Pool()
+    async with world.engine("p", producer) as prefill:
+        framed = FramedStream(await world.streams.dial(*address(prefill)))
+        mine = encode(Hello(PROTOCOL_VERSION, READER, "p", bytes(32)))
+        await framed.send(mine)
+        theirs = await framed.receive()
+        prefill._listener._is_closing = True
+        card = Card(IDENTITY, producer.cache.layout, b"")
+        await framed.send(
+            introduce(card, role=Role.DIALLER, secret=b"", hellos=(mine, theirs)),
+            limit_bytes=MAX_CARD_BYTES,
+        )
+        refusal = await framed.receive(limit_bytes=MAX_CARD_BYTES)
+        with pytest.raises(HandshakeRefused, match="closing"):
+            decode_introduction(refusal)
+        assert prefill.statistics()["links"] == 0
+
+
+class Faulty(BoundListener):
+    """A listener whose accept fails now and then."""
+
+    host, port = "127.0.0.1", 7
+
+    def __init__(self, *errors) -> None:
+        self.errors = list(errors)
+        self.accepts = 0
+
+    async def accept(self):
+        """The next error; then nobody comes any more."""
+        self.accepts += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        await trio.sleep_forever()
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+
+class FaultyStreams(MemoryStreams):
+    """A network with a bad listener."""
+
+    def __init__(self, listener) -> None:
+        super().__init__()
+        self.listener = listener
+
+    async def listen(self, host, port):  # noqa: ARG002 - there is one
+        """The bad one."""
+        return self.listener
+
+
+@pytest.mark.parametrize(
+    ("error", "accepts", "event"),
+    [
+        (OSError(errno.EMFILE, "too many open files"), 4, "accept_failed"),
+        (trio.ClosedResourceError("gone"), 1, "listener_lost"),
+        (ValueError("a bug"), 1, "listener_lost"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+async def test_a_failing_accept_does_not_end_the_engine(
+    autojump_clock, error, accepts, event
+) -> None:
+    """Out of file descriptors it tries again; whatever else, it says so and lives on."""
+    world, producer, consumer = World(), Pool(), Pool()
+    faulty = Faulty(error, error, error)
+    async with world.engine("p", producer) as prefill:
+        good, world.streams = world.streams, FaultyStreams(faulty)
+        async with world.engine("c", consumer) as decode:
+            decode._peers.dials._streams = good
+            await trio.sleep(5)
+            assert faulty.accepts == accepts
+            offer = prefill.offer("r", producer.stamp([1], num_tokens=4), num_tokens=4)
+            await decode.pull(offer.ticket, {GROUP: [2]})
+    consumer.check([2], num_tokens=4)
+    assert len(world.logged(event)) == (3 if event == "accept_failed" else 1)
+
+
+class Service:
+    """Hears of links, and writes it down."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple] = []
+
+    def on_open(self, link, card) -> None:
+        """A beginning."""
+        self.heard.append(("open", link.peer, card))
+
+    def on_message(self, link, message) -> None:
+        """A message."""
+        self.heard.append(("message", link.peer, message))
+
+    def on_end(self, link, cause) -> None:
+        """An end."""
+        self.heard.append(("end", link.peer, type(cause)))
+
+
+@pytest.mark.parametrize(
+    "how", ["closes", "goodbye", "nonsense", "silent", "cancelled"]
+)
+async def test_a_service_hears_of_each_link_from_beginning_to_end(
+    autojump_clock, how
+) -> None:
+    """Once each, whatever the end was, and with the card that was shown."""
+    world = World()
+    service = Service()
+    async with world.engine("p", Pool(), silence_s=6.0) as prefill:
+        prefill._listener._service = service
+        framed = await connected(world, prefill)
+        await framed.send(encode_message(Registered("r", 0)))
+        await trio.testing.wait_all_tasks_blocked()
+        if how == "closes":
+            await framed.aclose()
+        elif how == "goodbye":
+            await framed.send(encode_message(Goodbye()))
+        elif how == "nonsense":
+            await framed.send(b"nonsense")
+        elif how == "silent":
+            await trio.sleep(7)
+        else:
+            prefill._peers._nursery.cancel_scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+    (opened, said, ended) = service.heard
+    assert opened[:2] == ("open", READER)
+    assert opened[2].identity == IDENTITY
+    assert said == ("message", READER, Registered("r", 0))
+    assert ended == (
+        "end",
+        READER,
+        ProtocolViolation if how == "nonsense" else PeerLost,
+    )

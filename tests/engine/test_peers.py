@@ -30,7 +30,7 @@ from kvferry.protocol.handshake import (
     introduce,
 )
 from kvferry.protocol.identity import EngineKey, Rank
-from kvferry.protocol.link import Confirmed, Renew, Renewed, encode_message
+from kvferry.protocol.link import Confirmed, Registered, Renew, encode_message
 from kvferry.protocol.version import PROTOCOL_VERSION
 from tests.kit import (
     GROUP,
@@ -301,7 +301,7 @@ async def test_answers_to_other_attempts_change_nothing(autojump_clock) -> None:
         for attempt in (1, 99):
             confirmed = Confirmed(impostor.key, "r", attempt, 1)
             await framed.send(encode_message(confirmed))
-        await framed.send(encode_message(Renewed("r", 99, 1.0)))
+        await framed.send(encode_message(Registered("r", 99)))
         await trio.sleep_forever()
 
     error, took_s = await after_handshake(World(), strays, pull_deadline_s=6.0)

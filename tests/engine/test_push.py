@@ -102,10 +102,10 @@ async def messages(monkeypatch: pytest.MonkeyPatch, how: str) -> Counter[str]:
 async def test_either_order_costs_at_most_one_message_more(
     autojump_clock, monkeypatch
 ) -> None:
-    """A pull needs four: renew, renewed, read finished, confirmed."""
+    """A pull needs three: renew, read finished, confirmed."""
     with monkeypatch.context() as patch:
         pull = await messages(patch, "pull")
-    assert pull.total() == 4, pull
+    assert pull.total() == 3, pull
     for how in ("push", "expect"):
         with monkeypatch.context() as patch:
             sent = await messages(patch, how)

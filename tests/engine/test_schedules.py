@@ -24,11 +24,11 @@ from kvferry.engine.testing import ScheduleFailed
 from kvferry.protocol.lifecycle.machine import Row
 from kvferry.protocol.lifecycle.offer import (
     ConfirmRead,
+    NoteReader,
     OfferMachine,
     OfferState,
     ReadEnded,
     RenewArrived,
-    ReportRenewed,
 )
 from kvferry.protocol.lifecycle.pull import (
     OVER,
@@ -141,7 +141,7 @@ def confirmed_after_the_end(state: OfferState) -> Callable:
             return machine.state, [ConfirmRead(event.reader, machine.epoch)]
 
         def renew(machine, event, _now):
-            return machine.state, [ReportRenewed(event.reader)]
+            return machine.state, [NoteReader(event.reader)]
 
         for event, decide in ((ReadEnded, confirm), (RenewArrived, renew)):
             row = Row(decide, (state,))

@@ -88,7 +88,6 @@ class Wire(NamedTuple):
 
 MESSAGES: tuple[link.LinkMessage, ...] = (
     link.Renew("r", "o", 3, (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))),
-    link.Renewed("r", 3, 30.0),
     link.ReadFinished("r", "o", 3),
     link.Confirmed(KEY, "r", 3, 7),
     link.Refused("r", 3, link.RefusedReason.WITHDRAWN),

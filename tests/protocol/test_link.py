@@ -39,7 +39,6 @@ from kvferry.protocol.link import (
     Register,
     Registered,
     Renew,
-    Renewed,
     Revoke,
     Revoked,
     decode_message,
@@ -93,7 +92,6 @@ def sheet(heads: int = 2, *, layers: int = 1, regions: int = 0) -> CacheLayout:
 sheets = st.builds(sheet, st.integers(1, 8), layers=st.integers(0, 3))
 messages = st.one_of(
     st.builds(Renew, ids, ids, attempts, readers),
-    st.builds(Renewed, ids, attempts, leases),
     st.builds(ReadFinished, ids, ids, attempts),
     st.builds(Confirmed, keys, ids, attempts, attempts),
     st.builds(Refused, ids, attempts, st.sampled_from(RefusedReason)),
@@ -143,11 +141,6 @@ TOO_MUCH: list[LinkMessage] = [
     Renew("r", "o", 0, (RANK,) * 1025),
     Renew("r", "o", 0, (Rank(tp=-1),)),
     Renew("r", "o", 0, (Rank(tp_size=0),)),
-    Renewed("r", 0, 0.0),
-    Renewed("r", 0, -1.0),
-    Renewed("r", 0, 86_401.0),
-    Renewed("r", 0, float("nan")),
-    Renewed("r", 0, float("inf")),
     Confirmed(EngineKey("", "g", RANK), "r", 0, 0),
     Confirmed(EngineKey("e", "x" * 65, RANK), "r", 0, 0),
     Confirmed(EngineKey("e", "g", RANK), "r", 0, -1),

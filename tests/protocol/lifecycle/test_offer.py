@@ -19,6 +19,7 @@ from kvferry.protocol.lifecycle.offer import (
     BlocksComputed,
     ConfirmRead,
     EndOffer,
+    NoteReader,
     OfferDeclined,
     OfferMachine,
     OfferState,
@@ -28,7 +29,6 @@ from kvferry.protocol.lifecycle.offer import (
     RefuseReader,
     RenewArrived,
     ReportReady,
-    ReportRenewed,
     WithdrawRequested,
 )
 from kvferry.protocol.link import RefusedReason
@@ -181,14 +181,14 @@ EXAMPLES = [
         (),
         renewal(FIRST),
         S.OPEN,
-        [ReportRenewed(FIRST)],
+        [NoteReader(FIRST)],
     ),
     Example(
         "the other rank of the instance renews as well",
         ACCEPTED,
         renewal(SECOND),
         S.OPEN,
-        [ReportRenewed(SECOND)],
+        [NoteReader(SECOND)],
     ),
     Example(
         "a later start of the reader is a stranger",
@@ -344,7 +344,7 @@ EXAMPLES = [
         (BlocksComputed(),),
         renewal(FIRST),
         S.OPEN,
-        [ReportRenewed(FIRST), ReportReady(FIRST)],
+        [NoteReader(FIRST), ReportReady(FIRST)],
         is_ready=False,
     ),
     Example(
@@ -352,7 +352,7 @@ EXAMPLES = [
         (),
         renewal(FIRST),
         S.OPEN,
-        [ReportRenewed(FIRST)],
+        [NoteReader(FIRST)],
         is_ready=False,
     ),
     Example(
@@ -459,7 +459,7 @@ def test_strangers_are_refused_and_change_nothing(
 def test_another_rank_of_the_same_instance_is_no_stranger() -> None:
     """Each rank of a consumer is a process with a generation of its own."""
     machine = offer(*ACCEPTED)
-    assert machine.step(renewal(SIBLING), 1.0) == [ReportRenewed(SIBLING)]
+    assert machine.step(renewal(SIBLING), 1.0) == [NoteReader(SIBLING)]
     assert machine.step(renewal(SECOND), 1.0) == [refused(SECOND, RefusedReason.SPENT)]
 
 
@@ -514,7 +514,7 @@ def test_a_lost_reader_that_comes_back_is_refused() -> None:
     no = [refused(FIRST, RefusedReason.SPENT)]
     assert machine.step(renewal(FIRST), 1.0) == no
     assert machine.step(ReadEnded(FIRST), 1.0) == no
-    assert machine.step(renewal(SECOND), 1.0) == [ReportRenewed(SECOND)]
+    assert machine.step(renewal(SECOND), 1.0) == [NoteReader(SECOND)]
 
 
 def test_a_reader_that_never_renewed_can_be_confirmed_under_the_first_lease() -> None:
@@ -580,7 +580,7 @@ def test_l8_readiness_is_told_once_and_with_each_renewal_after_it() -> None:
     assert machine.ignored == 1
     for now in (2.0, 3.0):
         effects = machine.step(renewal(FIRST), now)
-        assert effects == [ReportRenewed(FIRST), ReportReady(FIRST)]
+        assert effects == [NoteReader(FIRST), ReportReady(FIRST)]
 
 
 def test_has_reader_says_whether_the_ticket_was_accepted() -> None:
@@ -631,7 +631,7 @@ def test_expiry_beats_whatever_is_queued(event: Event, late_s: float) -> None:
     effects = machine.step(event, LEASE_S + late_s)
     assert machine.state is S.EXPIRED
     assert effects.count(EndOffer()) == 1
-    assert not any(isinstance(e, ConfirmRead | ReportRenewed) for e in effects)
+    assert not any(isinstance(e, ConfirmRead | NoteReader) for e in effects)
     question = ReadEnded(FIRST)
     assert machine.step(question, LEASE_S + late_s) == [
         refused(FIRST, RefusedReason.EXPIRED)
@@ -714,7 +714,7 @@ class Ledger:
                 self.done.add(reader.rank)
                 self.lost.add(reader.rank)
             return
-        good = {RenewArrived: ReportRenewed, ReadEnded: ConfirmRead}.get(type(event))
+        good = {RenewArrived: NoteReader, ReadEnded: ConfirmRead}.get(type(event))
         if good is not None:
             answer = good if is_due else RefuseReader
             assert type(effects[0]) is answer
