@@ -177,6 +177,11 @@ class TimedFabric(NixlFabric):
         self.waves_s.append(perf_counter() - self._began.pop(transfer))
         super().release(transfer)
 
+    async def settled(self, waves: int) -> None:
+        """Wait until so many have settled."""
+        while len(self.waves_s) < waves:  # noqa: ASYNC110 - where milliseconds do
+            await trio.sleep(0.001)
+
     def clear(self) -> None:
         """Forget what has been noted."""
         self.posted_at.clear()
