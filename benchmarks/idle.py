@@ -1,6 +1,7 @@
 """What an engine costs that has nothing to do, in parts of one core.
 
-Each in a process of its own, its CPU time over some seconds: an engine that is merely
+The CPU time of a process over some seconds, with one thing after the other in it and
+the peer, where there is one, in another: an engine that is merely
 open; one with a peer connected; one with 100 offers out; one with a landing registered
 that nobody pushes to; and NIXL's own agent with its default, a progress thread.
 
@@ -38,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = 3.0 if options.short else 15.0
     progress = Progress(len(SUBJECTS))
     results: list[Result] = []
-    for name in SUBJECTS:
-        progress.step(name)
-        results += run(NAME, {"subject": name, "seconds": seconds}, tls="tcp")
+    for result in run(NAME, {"seconds": seconds}, tls="tcp"):
+        progress.step(result["subject"])
+        results.append(result)
     progress.end()
     plot(options.plot, lambda axes: draw(axes, results))
     points = [
@@ -65,24 +66,18 @@ def draw(axes: Any, results: Sequence[Result]) -> None:  # noqa: ANN401 - matplo
 
 
 async def measure(plan: dict[str, Any], say: Callable[[Result], None]) -> None:
-    """One subject."""
-    bar, subject = SUBJECTS[plan["subject"]]
+    """One subject after the other."""
+    for name, (bar, subject) in SUBJECTS.items():
 
-    async def rest() -> None:
-        await trio.sleep(0.5)  # what its beginning costs is not asked for
-        begin, begin_cpu_s = perf_counter(), process_time()
-        await trio.sleep(plan["seconds"])
-        took_s, cpu_s = perf_counter() - begin, process_time() - begin_cpu_s
-        say(
-            {
-                "subject": plan["subject"],
-                "bar": bar,
-                "seconds": took_s,
-                "percent": 100 * cpu_s / took_s,
-            }
-        )
+        async def rest(name: str = name, bar: str = bar) -> None:
+            await trio.sleep(0.5)  # what its beginning costs is not asked for
+            begin, begin_cpu_s = perf_counter(), process_time()
+            await trio.sleep(plan["seconds"])
+            took_s, cpu_s = perf_counter() - begin, process_time() - begin_cpu_s
+            percent = 100 * cpu_s / took_s
+            say({"subject": name, "bar": bar, "seconds": took_s, "percent": percent})
 
-    await subject(rest)
+        await subject(rest)
 
 
 async def _merely_open(rest: Callable[[], Awaitable[None]]) -> None:

@@ -101,10 +101,12 @@ class Pool:
         """One block of all layers."""
         return self.layers * self.page_bytes
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self, *, touched: bool = True) -> torch.Tensor:
         """Its bytes, in memory that has been touched: every page its own value."""
         page = (2, self.heads // self.tp, self.block_tokens, self.head_bytes)
         pool = torch.empty((self.layers, self.blocks, *page), dtype=torch.uint8)
+        if not touched:
+            return pool
         values = self.stamps().reshape(self.layers, self.blocks, 1)
         pool.view(self.layers, self.blocks, -1).copy_(values)
         return pool
@@ -286,7 +288,8 @@ class Line:
 
 def _start(*arguments: str, tls: str | None = None) -> subprocess.Popen[bytes]:
     """This file in a process of its own; without a word on `tls` as here."""
-    environment = dict(os.environ)
+    # A peer that has gone is nothing to report here.
+    environment = {"UCX_LOG_LEVEL": "fatal", **os.environ}
     if tls is not None:
         environment.pop("UCX_TLS", None)
         environment |= {"UCX_TLS": tls} if tls else {}
@@ -342,11 +345,17 @@ class _Producer:
                 self._line.say(await getattr(self, f"do_{order.pop('do')}")(**order))
 
     async def do_open(
-        self, pool: dict[str, Any], engines: int, settings: dict[str, Any], name: str
+        self,
+        pool: dict[str, Any],
+        engines: int,
+        settings: dict[str, Any],
+        name: str,
+        *,
+        touched: bool = True,
     ) -> Any:  # noqa: ANN401 - JSON
         """Engines that share one pool, each an instance of its own."""
         shape = Pool(**pool)
-        self._tensor = shape.tensor()
+        self._tensor = shape.tensor(touched=touched)
         cache = shape.cache(self._tensor)
         for n in range(engines):
             config = EngineConfig(
