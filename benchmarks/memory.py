@@ -19,7 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-
 from benchmarks.measure import Bar, Point, Progress, conclude, parser, plot, table
 from benchmarks.sides import Pool, engine_over, producer, run
 from kvferry.protocol import Ticket
