@@ -34,8 +34,9 @@ demo: $(VENV)/.examples
 demo-all: $(VENV)/.examples
 	$(BIN)/python examples/pd_pair/demo_all.py
 
+# Two files at a time: most tests wait for nothing but the processor.
 test: $(VENV)/.examples
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.core
 	$(BIN)/ruff check .

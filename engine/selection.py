@@ -7,8 +7,11 @@ here: posting, waves in flight, or the zeroing itself.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -127,35 +130,41 @@ class SectionSelection:
         A descriptor longer than ``max_bytes`` is a wave of its own. Costs a few
         microseconds a wave, nothing per descriptor.
         """
-        ends, byte_ends = self._ends
         first, total = 0, self.descriptors
         while first < total:
-            last = _descriptor_at(
-                _bytes_before(first, ends, byte_ends, self.segment_runs) + max_bytes,
-                ends,
-                byte_ends,
-                self.segment_runs,
-            )
+            last = self._descriptor_at(self._bytes_before(first) + max_bytes)
             last = max(first + 1, min(last, first + max_descriptors))
             yield slice(first, last)
             first = last
 
     def bytes_of(self, wave: slice) -> int:
         """Bytes that one of its waves moves."""
-        before = 0
-        if wave.start:
-            before = _bytes_before(wave.start, *self._ends, self.segment_runs)
-        if wave.stop == self.descriptors:
-            return self.bytes - before
-        return _bytes_before(wave.stop, *self._ends, self.segment_runs) - before
+        return self._bytes_before(wave.stop) - self._bytes_before(wave.start)
+
+    def _bytes_before(self, first: int) -> int:
+        ends, byte_ends, runs = self._ends
+        at = bisect_right(ends, first)
+        if at == len(ends):
+            return self.bytes
+        return byte_ends[at] - (ends[at] - first) * runs[at]
+
+    def _descriptor_at(self, wanted: int) -> int:
+        """The last descriptor boundary that is at most so many bytes in."""
+        ends, byte_ends, runs = self._ends
+        at = bisect_right(byte_ends, wanted)
+        if at == len(ends):
+            return ends[-1]
+        return ends[at] + (wanted - byte_ends[at]) // runs[at]
 
     @cached_property
-    def _ends(self) -> tuple[Ids, Ids]:
-        """Behind each segment: descriptors and bytes, counted from the first."""
-        return (
-            np.cumsum(self.segment_sizes),
-            np.cumsum(self.segment_sizes * self.segment_runs),
-        )
+    def _ends(self) -> tuple[list[int], list[int], list[int]]:
+        """Of each segment: descriptors and bytes up to its end, and its run.
+
+        Lists, because a wave needs single numbers of them, which numpy is slow at.
+        """
+        runs, sizes = self.segment_runs.tolist(), self.segment_sizes.tolist()
+        ends = list(accumulate(sizes))
+        return ends, list(accumulate(map(mul, runs, sizes))), runs
 
 
 class Piece(NamedTuple):
@@ -239,19 +248,6 @@ class BulkSelection(SectionSelection):
                 count == (last - first) * self.section.key.remote_places,
             )
             at += last - first
-
-
-def _bytes_before(first: int, ends: Ids, byte_ends: Ids, runs: Ids) -> int:
-    at = int(np.searchsorted(ends, first, side="right"))
-    return int(byte_ends[at] - (ends[at] - first) * runs[at])
-
-
-def _descriptor_at(wanted: int, ends: Ids, byte_ends: Ids, runs: Ids) -> int:
-    """The last descriptor boundary that is at most so many bytes in."""
-    at = int(np.searchsorted(byte_ends, wanted, side="right"))
-    if at == ends.size:
-        return int(ends[-1])
-    return int(ends[at] + (wanted - byte_ends[at]) // runs[at])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

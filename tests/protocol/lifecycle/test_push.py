@@ -425,7 +425,7 @@ EXAMPLES = [
             state,
             [RefuseReader(SECOND)],
         )
-        for state in OVER
+        for state in sorted(OVER, key=str)
     ),
 ]
 
