@@ -33,7 +33,7 @@ __all__ = ("GOODBYE_S", "FramedStream", "Link")
 GOODBYE_S = 1.0
 """How long a goodbye may take to leave."""
 
-QUEUE_FRAMES = 8192
+QUEUE_FRAMES = 1024
 """Frames that wait to be sent. A peer that reads none of so many is as good as gone."""
 
 
