@@ -200,9 +200,9 @@ async def _small_pulls(both: Pair, opened: int, pulls: int) -> Result:
         "failures": failures,
         "begun": pulls,
         "rate": max(len(times), 1) / took_s,
-        "cpu_us": cpu_s / pulls * 1e6,
+        "cpu_us": cpu_s / max(len(times), 1) * 1e6,
         "theirs_us": (await both.others[0].ask("cpu") - theirs_s) / pulls * 1e6,
-        "p50_ms": statistics.median(times or [math.nan]) * 1e3,
+        "p50_ms": statistics.median(times or [math.inf]) * 1e3,
     }
 
 
@@ -269,8 +269,8 @@ async def _many_at_once(both: Pair) -> Result:
         "what": FAIR.name,
         "failures": failures,
         "begun": MANY,
-        "median_s": statistics.median(ended or [math.nan]),
-        "slowest_s": max(ended, default=math.nan),
+        "median_s": statistics.median(ended or [math.inf]),
+        "slowest_s": max(ended, default=math.inf),
         "ended_s": ended,
     }
 
