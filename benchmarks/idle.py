@@ -36,7 +36,7 @@ ALLOWED = {IDLE.name: 2.0, OFFERED.name: 10.0}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, judge."""
     options = parser("CPU of an engine at rest.").parse_args(arguments)
-    seconds = 3.0 if options.short else 15.0
+    seconds = 2.0 if options.short else 15.0
     progress = Progress(len(SUBJECTS))
     results: list[Result] = []
     for result in run(NAME, {"seconds": seconds}, tls="tcp"):

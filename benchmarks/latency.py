@@ -53,7 +53,7 @@ OWN_US = 250.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, judge."""
     options = parser("Latency of a small pull, by phase.").parse_args(arguments)
-    plan = {"pulls": 200 if options.short else 1000}
+    plan = {"pulls": 100 if options.short else 1000}
     progress = Progress(3 * len(TRANSPORTS))
     results: list[Result] = []
     for transport, tls in TRANSPORTS.items():
