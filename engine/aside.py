@@ -43,13 +43,13 @@ class Aside:
         self._nursery = nursery
         self._on_failure = on_failure
         self._log = log
-        self._scopes: set[trio.CancelScope] = set()
+        self._scopes: dict[trio.CancelScope, None] = {}
         self._idle = trio.Event()
 
     def start(self, call: Callable[[], Awaitable[None]]) -> None:
         """Run a task beside the request."""
         scope = trio.CancelScope()
-        self._scopes.add(scope)
+        self._scopes[scope] = None
         self._nursery.start_soon(self._run, call, scope)
 
     async def end(self) -> None:
@@ -68,5 +68,5 @@ class Aside:
             with scope:
                 await guarded(call, on_failure=self._on_failure, log=self._log)
         finally:
-            self._scopes.discard(scope)
+            self._scopes.pop(scope, None)
             self._idle.set()

@@ -56,6 +56,7 @@ from kvferry.protocol.link import (
     Finished,
     Registered,
     Revoked,
+    as_detail,
 )
 from kvferry.protocol.notices import Written, encode_notice
 
@@ -415,8 +416,8 @@ def aborted(register: Register, cause: FerryError | None) -> Aborted:
         (reason for kind, reason in _REASONS.items() if isinstance(cause, kind)),
         AbortedReason.FAILED,
     )
-    detail = "" if cause is None else cause.detail
-    return Aborted(register.request_id, register.attempt, reason, detail[:1024])
+    detail = "" if cause is None else as_detail(cause.detail)
+    return Aborted(register.request_id, register.attempt, reason, detail)
 
 
 _REASONS: dict[type[FerryError], AbortedReason] = {

@@ -15,6 +15,7 @@ import trio
 
 from kvferry.engine.after import check_after
 from kvferry.engine.agents import Agents
+from kvferry.engine.arguments import check_request_id, plain_span, whole
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.handshake import Credentials
 from kvferry.engine.landing import LandingRequest, Landings
@@ -28,7 +29,6 @@ from kvferry.engine.push import Pushes, PushRequest
 from kvferry.engine.quarantine import Quarantine
 from kvferry.engine.rearrange import Rearranger
 from kvferry.engine.services import Services
-from kvferry.engine.spans import Span
 from kvferry.engine.staging import Staging
 from kvferry.engine.traffic import Traffic
 from kvferry.protocol.errors import (
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from kvferry.engine.link import Link
     from kvferry.engine.push import PushStream
     from kvferry.engine.report import PushReport, TransferReport
+    from kvferry.engine.spans import Span
     from kvferry.engine.streams import BoundListener, Streams
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.link import LinkMessage
@@ -175,6 +176,8 @@ class TransferEngine:
             EngineClosed: The engine is closing.
         """
         with _naming(request_id):
+            check_request_id(request_id)
+            num_tokens = whole(num_tokens, "num_tokens")
             spans = self._spans(blocks, first_token=0, after=after)
             return self._offers.open(
                 request_id,
@@ -230,6 +233,8 @@ class TransferEngine:
             EngineClosed: The engine is closing.
         """
         with _naming(ticket.request_id, ticket.engine_id):
+            computed_tokens = whole(computed_tokens, "computed_tokens")
+            priority = whole(priority, "priority")
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
             deadline_at = self._deadline_at(deadline_s)
             return await self._pulls.run(
@@ -299,6 +304,8 @@ class TransferEngine:
                 raise MisuseError("with a contact, say which request_id is expected")
             request_id = ticket.request_id
         with _naming(request_id, contact.engine_id):
+            check_request_id(request_id)
+            computed_tokens = whole(computed_tokens, "computed_tokens")
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
             return await self._landings.run(
                 LandingRequest(
@@ -385,6 +392,8 @@ class TransferEngine:
             FerryError: As in `push`.
         """
         with _naming(request_id):
+            check_request_id(request_id)
+            num_tokens = whole(num_tokens, "num_tokens")
             spans = self._spans(blocks, first_token=0)
             # Only for its checks: what may be offered may be pushed.
             ticket_spans(self._cache.layout, spans, num_tokens=num_tokens)
@@ -472,7 +481,7 @@ class TransferEngine:
         """A request's blocks, after all checks that need no peer and no counts."""
         self._check_open()
         spans = {
-            name: _span(given, first_token=first_token)
+            name: plain_span(given, first_token=first_token)
             for name, given in blocks.items()
         }
         self._check_groups(spans)
@@ -594,7 +603,3 @@ def _naming(
         error.peer = error.peer or peer
         error.phase = error.phase or phase
         raise
-
-
-def _span(given: Sequence[int | None] | Span, *, first_token: int) -> Span:
-    return given if isinstance(given, Span) else Span(given, first_token)

@@ -8,6 +8,7 @@ hands each one over.
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,16 @@ __all__ = ("GOODBYE_S", "FramedStream", "Link")
 GOODBYE_S = 1.0
 """How long a goodbye may take to leave."""
 
-QUEUE_FRAMES = 1024
-"""Frames that wait to be sent. A peer that reads none of so many is as good as gone."""
+QUEUE_BYTES = 64 * 1024 * 1024
+"""Waits to be sent at most. A peer that reads none of so much is as good as gone; some
+ten thousand requests that begin at once are less."""
+
+FRAME_COST = 64
+"""Bytes that a small message takes beside its own while it waits."""
+
+SEND_BYTES = 64 * 1024
+"""Is handed to the stream at once, and one message more: a call for each of thousands
+of small ones would cost more than the bytes."""
 
 
 class FramedStream:
@@ -69,9 +78,16 @@ class FramedStream:
             PeerLost: The stream has broken.
             MisuseError: The payload is longer than the limit.
         """
-        frame = encode_frame(payload, limit_bytes=limit_bytes)
+        await self.send_frames(encode_frame(payload, limit_bytes=limit_bytes))
+
+    async def send_frames(self, frames: bytes) -> None:
+        """Send payloads that are encoded already, one after the other.
+
+        Raises:
+            PeerLost: The stream has broken.
+        """
         try:
-            await self._stream.send_all(frame)
+            await self._stream.send_all(frames)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
             raise PeerLost("the link broke") from exc
 
@@ -91,6 +107,7 @@ class Link:
         peer: Who is at the other end.
         keepalive_s: Seconds without a message until the peer is asked for one.
         silence_s: Seconds without a message until the peer is taken for dead.
+        queue_bytes: Most that waits to be sent.
 
     Attributes:
         peer: Who is at the other end, as the handshake has proved.
@@ -104,6 +121,7 @@ class Link:
         *,
         keepalive_s: float,
         silence_s: float,
+        queue_bytes: int = QUEUE_BYTES,
     ) -> None:
         self.peer = peer
         self.has_goodbye = False
@@ -111,7 +129,11 @@ class Link:
         self._keepalive_s = keepalive_s
         self._silence_s = silence_s
         self._heard_at = trio.current_time()
-        self._outwards, self._queue = trio.open_memory_channel[bytes](QUEUE_FRAMES)
+        self._queue: deque[bytes] = deque()  # frames
+        self._queue_bytes = queue_bytes
+        self._queued_bytes = 0
+        self._filled = trio.Event()
+        self._is_closing = False
         self._flushed = trio.Event()
         self._ended = trio.Event()
         self._scope = trio.CancelScope()
@@ -138,14 +160,19 @@ class Link:
                 f"a {type(message).__name__} of {len(payload)} bytes is over the limit"
                 f" of {MAX_LINK_BYTES}"
             )
-        try:
-            self._outwards.send_nowait(payload)
-        except trio.ClosedResourceError as exc:
-            raise PeerLost("the link is closing", peer=str(self.peer)) from exc
-        except trio.WouldBlock as exc:
+        if self._is_closing:
+            raise PeerLost("the link is closing", peer=str(self.peer))
+        if self._queued_bytes + len(payload) > self._queue_bytes:
             error = PeerLost("the peer does not read its link", peer=str(self.peer))
             self.end(error)
-            raise error from exc
+            raise error
+        self._put(payload)
+
+    def _put(self, payload: bytes) -> None:
+        frame = encode_frame(payload, limit_bytes=MAX_LINK_BYTES)
+        self._queue.append(frame)
+        self._queued_bytes += len(frame) + FRAME_COST
+        self._filled.set()
 
     def end(self, cause: FerryError) -> None:
         """End the link; `run` returns. The first cause stays."""
@@ -160,10 +187,9 @@ class Link:
         """
         if self._cause is None:
             with trio.move_on_after(within_s):
-                # Closed: another task is at it. Broken: the link has ended.
-                with suppress(trio.ClosedResourceError, trio.BrokenResourceError):
-                    await self._outwards.send(encode_message(Goodbye(detail)))
-                    self._outwards.close()
+                if not self._is_closing:  # or another task is at it
+                    self._put(encode_message(Goodbye(detail)))
+                    self._is_closing = True
                 await self._flushed.wait()
                 await self._ended.wait()
         self.end(PeerLost("this side closed the link", peer=str(self.peer)))
@@ -188,7 +214,7 @@ class Link:
         finally:
             self._cause = self._cause or PeerLost("cancelled", peer=str(self.peer))
             self._flushed.set()  # or as good as that: nothing leaves any more
-            self._queue.close()
+            self._queue.clear()
             self._ended.set()
             with trio.CancelScope(shield=True):  # closing forcefully does not wait
                 await self._framed.aclose()
@@ -218,12 +244,25 @@ class Link:
 
     async def _write(self) -> None:
         try:
-            async for payload in self._queue:
-                await self._framed.send(payload, limit_bytes=MAX_LINK_BYTES)
+            while self._queue or not self._is_closing:
+                if not self._queue:
+                    self._filled = trio.Event()
+                    await self._filled.wait()
+                await self._framed.send_frames(self._take())
             self._flushed.set()
         except FerryError as error:
             error.peer = str(self.peer)
             self.end(error)
+
+    def _take(self) -> bytes:
+        """What is to be sent next, whole messages."""
+        taken: list[bytes] = []
+        size = 0
+        while self._queue and size < SEND_BYTES:
+            taken.append(self._queue.popleft())
+            size += len(taken[-1])
+        self._queued_bytes -= size + FRAME_COST * len(taken)
+        return b"".join(taken)
 
     async def _watch(self) -> None:
         """Ask a quiet peer whether it is there; end the link if it stays silent."""

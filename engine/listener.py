@@ -14,7 +14,7 @@ import trio
 
 from kvferry.engine.guard import guarded
 from kvferry.engine.handshake import answer, turn_away
-from kvferry.engine.link import FramedStream, Link
+from kvferry.engine.link import GOODBYE_S, FramedStream, Link
 from kvferry.protocol.errors import EngineClosed, HandshakeRefused, PeerLost
 from kvferry.protocol.handshake import RefusalReason
 
@@ -72,8 +72,9 @@ class Listener:
         self._ours = ours
         self._service = service
         self._log = log
-        self._links: set[Link] = set()
+        self._links: dict[Link, None] = {}
         self._admitted: set[FramedStream] = set()  # links, or so in a moment
+        self._left = trio.Event()  # one of them, since somebody looked
         self._diallers = 0  # not introduced yet
         self._turned_away = 0  # hearing so now
         self._is_closing = False
@@ -109,11 +110,18 @@ class Listener:
         self._log.error("listener_lost", error=str(error))
 
     async def close(self, *, within_s: float) -> None:
-        """Say goodbye on every link, and take no new ones."""
+        """Say goodbye on every link, and take no new ones.
+
+        Also on one that is being opened: whoever has our card may count on us, and
+        only a goodbye tells it that nothing it has said was taken.
+        """
         self._is_closing = True
         async with trio.open_nursery() as nursery:
             for link in tuple(self._links):
                 nursery.start_soon(_close, link, within_s)
+        with trio.move_on_after(within_s):
+            while self._admitted:
+                await self._left.wait()
 
     def forget(self, wanted: Callable[[EngineKey], bool]) -> None:
         """End the links of these peers now."""
@@ -144,6 +152,8 @@ class Listener:
                 await self._run_link(framed, key, card)
             finally:
                 self._admitted.discard(framed)
+                self._left.set()
+                self._left = trio.Event()
 
     async def _turn_away(self, framed: FramedStream) -> None:
         """Say why, if not too many have to be told at once."""
@@ -185,14 +195,17 @@ class Listener:
             keepalive_s=self._config.keepalive_s,
             silence_s=self._config.silence_s,
         )
-        self._links.add(link)
+        self._links[link] = None
         self._log.info("link_opened", peer=str(key))
         cause: FerryError = PeerLost("the engine closed")
         try:
             self._service.on_open(link, card)
-            cause = await link.run(partial(self._service.on_message, link))
+            async with trio.open_nursery() as nursery:
+                if self._is_closing:
+                    nursery.start_soon(_close, link, GOODBYE_S)
+                cause = await link.run(partial(self._service.on_message, link))
         finally:
-            self._links.discard(link)
+            self._links.pop(link, None)
             self._service.on_end(link, cause)
             self._log.info("link_ended", peer=str(key), cause=str(cause))
 

@@ -167,14 +167,6 @@ def _outcome(machine: OfferMachine) -> OfferOutcome | None:
     return OfferOutcome(machine.state.value)
 
 
-def _is_sendable(request_id: str) -> bool:
-    try:
-        request_id.encode()
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
-    return 0 < len(request_id) <= 256
-
-
 def _offer_id(held: _Held) -> str:
     return held.ticket.ranks[0].offer_id  # an engine's own ticket has one rank
 
@@ -204,7 +196,9 @@ class Offers:
         self._ended: OrderedDict[str, _Held] = OrderedDict()  # by offer id
         self._deadlines: list[tuple[float, int, _Held]] = []
         self._order = itertools.count()  # ties in the heap
-        self._read_on: dict[Link, set[_Held]] = {}  # as in `_Held`, the other way
+        self._read_on: dict[
+            Link, dict[_Held, None]
+        ] = {}  # as in `_Held`, the other way
         self._changed = trio.Event()
         self.strays = 0
         """Messages about offers that nobody knows."""
@@ -226,9 +220,8 @@ class Offers:
 
         Raises:
             RequestInUse: The request has an open offer.
-            MisuseError: The engine has as many offers open as its config allows, the
-                request id cannot be told to a consumer, or ``after`` is nothing to
-                wait for.
+            MisuseError: The engine has as many offers open as its config allows, or
+                ``after`` is nothing to wait for.
             ConfigError: The engine has no listener: nobody could read.
         """
         if request_id in self._active:
@@ -237,10 +230,6 @@ class Offers:
             raise MisuseError(
                 f"{len(self._active)} offers are open, max_offers allows no more",
                 request_id=request_id,
-            )
-        if not _is_sendable(request_id):
-            raise MisuseError(
-                f"a request id has 1 to 256 characters of Unicode, not {request_id!r:.80}"
             )
         if address is None:
             raise ConfigError("an engine with listen=None cannot offer")
@@ -280,7 +269,7 @@ class Offers:
 
     def on_end(self, link: Link, cause: FerryError) -> None:  # noqa: ARG002 - logged
         """Free what a reader held that is gone (its pulls end with its link)."""
-        for held in self._read_on.pop(link, ()):
+        for held in self._read_on.pop(link, {}):
             # Not if it has come back over another link since.
             if held.readers.get(link.peer, (None, 0))[0] is link:
                 del held.readers[link.peer]
@@ -338,7 +327,7 @@ class Offers:
                 self._answer(reader, OfferReady(held.ticket.request_id, its_attempt))
             elif isinstance(effect, NoteReader) and link is not None:
                 held.readers[effect.reader] = link, attempt
-                self._read_on.setdefault(link, set()).add(held)
+                self._read_on.setdefault(link, {})[held] = None
             elif link is not None:
                 self._answer(link, self._message(held, effect, attempt))
         if held.machine.is_read and not was_read and not held.ended.is_set():
@@ -399,7 +388,7 @@ class Offers:
         if len(self._ended) > ENDED_OFFERS:
             self._ended.popitem(last=False)
         for link, _ in held.readers.values():
-            self._read_on.get(link, set()).discard(held)
+            self._read_on.get(link, {}).pop(held, None)
         held.claims.close()
         held.awaits.cancel()
         held.readers.clear()

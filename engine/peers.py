@@ -39,6 +39,7 @@ from kvferry.protocol.link import (
     Refused,
     Registered,
     Revoked,
+    as_detail,
 )
 
 if TYPE_CHECKING:
@@ -167,12 +168,12 @@ class Peers:
             streams,
             nursery,
             on_connected=self._connected,
-            rng=random.Random(ours.key.generation),  # noqa: S311 - no secret
+            rng=random.Random(fabric.name),  # noqa: S311 - no secret
             log=log,
         )
         self._wanted: Counter[EngineKey] = Counter()  # by whoever dials now
         self._sources: dict[tuple[EngineKey, ...], Sources] = {}
-        self._undiscarded: set[Sources] = set()
+        self._undiscarded: dict[Sources, None] = {}
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -293,7 +294,7 @@ class Peers:
         (peer,) = self._known((key,))
         readers = self._config.rank.instance()
         peer.link.post(
-            Decline(ticket.request_id, offer.offer_id, readers, detail[:1024])
+            Decline(ticket.request_id, offer.offer_id, readers, as_detail(detail))
         )
 
     def leave(self, sources: Sources) -> None:
@@ -450,7 +451,7 @@ class Peers:
 
     def _prepare(self, keys: tuple[EngineKey, ...]) -> Sources:
         sources = self._sources[keys] = self._preparer.prepare(self._known(keys))
-        self._undiscarded.add(sources)
+        self._undiscarded[sources] = None
         return sources
 
     def _known(self, keys: tuple[EngineKey, ...]) -> tuple[Peer, ...]:
@@ -464,7 +465,7 @@ class Peers:
         if sources.users or not sources.is_stale:
             return
         self._preparer.discard(sources)
-        self._undiscarded.discard(sources)
+        self._undiscarded.pop(sources, None)
         for peer in sources.peers:
             self._disconnect_unused(peer)
 

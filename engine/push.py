@@ -324,6 +324,9 @@ class Pushes:
         mine = sum(reader == target.key for reader, _ in self._registered)
         if mine >= self._services.config.max_registrations:
             raise PushAborted(f"{mine} registrations of this rank, no more are allowed")
+        if (target.key, message.attempt) in self._cleared:
+            # The answer has been given: these blocks may be somebody else's by now.
+            raise OfferSpent("this registration is over, or was revoked before it came")
         if (target.key, message.attempt) in self._deliveries or (
             target.key,
             message.request_id,
@@ -449,7 +452,7 @@ class _Push:
             num_tokens=request.num_tokens,
         )
         self._deliveries: dict[EngineKey, Delivery] = {}
-        self._started: set[EngineKey] = set()
+        self._started: dict[EngineKey, None] = {}
         self._over = trio.Event()
 
     @property
@@ -573,7 +576,7 @@ class _Push:
         delivery = self._deliveries[reader]
         delivery.join(Cargo(self.request.spans, self.request.num_tokens))
         delivery.add(self._readiness.so_far())
-        self._started.add(reader)
+        self._started[reader] = None
 
     def _refuse(self, reader: EngineKey) -> None:
         self._deliveries[reader].abort(

@@ -109,13 +109,17 @@ def wanted_tokens(
 ) -> dict[str, Ranges]:
     """By layer what a push must have ready: what the producer's blocks hold of it.
 
-    Behind a window's reach nothing is wanted, and of a state only the last token.
+    Behind a window's reach nothing is wanted but what shares its first block: whatever
+    unit a consumer has in common with us lies inside a block, and leaves as a whole.
+    Of a state only the last token is wanted.
     """
     wanted: dict[str, Ranges] = {}
     for group in groups:
         first = spans[group.name].first_token if group.block_size else num_tokens - 1
         if group.window is not None:
-            first = max(first, num_tokens - group.window + 1)
+            reach = num_tokens - group.window + 1
+            is_needed = reach < num_tokens
+            first = max(first, reach - reach % group.block_size * is_needed)
         for field in group.fields:
             whole = Ranges.of([(first, num_tokens)])
             wanted[field.layer] = wanted.get(field.layer, Ranges()) | whole

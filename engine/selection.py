@@ -424,14 +424,13 @@ class Selector:
         the consumer has computed itself.
         """
         unit, last = key.unit_tokens, self._num_tokens
-        first = earliest = self._computed_tokens
+        first = self._computed_tokens
         window = self._groups[key.group].window
         if window is not None:
             reach = last - window + 1
             if reach >= last:
                 return (last, last)
             first = max(first, reach // unit * unit)
-            earliest = max(earliest, reach)
         if first % unit:
             raise ImpossiblePlan(
                 f"group {key.group!r}: computed_tokens {first} is not a multiple of"
@@ -440,22 +439,18 @@ class Selector:
         last = -(-last // unit) * unit
         if self._clip is None:
             return first, last
-        return self._clipped(self._clip, (first, last), unit, earliest)
+        return self._clipped(self._clip, (first, last), unit)
 
     def _clipped(
-        self, clip: Clip, wanted: tuple[int, int], unit: int, earliest: int
+        self, clip: Clip, wanted: tuple[int, int], unit: int
     ) -> tuple[int, int]:
         """Units that are ready as a whole, and were not before.
 
-        The first and the last one are when all of their wanted tokens are: those
-        before the earliest, or behind the request, nobody waits for.
+        The last one is when all of its wanted tokens are: behind the request there is
+        nothing to wait for.
         """
         first, last = wanted
         (begin, end), (new_first, new_last) = clip
-        if new_last <= earliest:
-            return last, last
-        begin = begin if begin > earliest else 0
-        new_first = max(new_first, earliest)
         if end < self._num_tokens:
             last = min(last, end // unit * unit)
         first = max(first, -(-begin // unit) * unit, new_first // unit * unit)

@@ -170,9 +170,11 @@ class Traffic:
 
     def _class(self, priority: int) -> _Class:
         if priority not in self._classes:
-            self._classes[priority] = _Class()
-            urgent_first = sorted(self._classes.items(), reverse=True)
-            self._classes = dict(urgent_first)
+            # Callers may number as they like, by deadline for one: only those of
+            # which something waits are kept.
+            kept = {p: lanes for p, lanes in self._classes.items() if lanes.lanes}
+            kept[priority] = _Class()
+            self._classes = dict(sorted(kept.items(), reverse=True))
         return self._classes[priority]
 
     def _serve(self) -> None:

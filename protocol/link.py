@@ -41,6 +41,7 @@ __all__ = (
     "Renew",
     "Revoke",
     "Revoked",
+    "as_detail",
     "decode_message",
     "encode_message",
 )
@@ -49,7 +50,8 @@ RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 OfferId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Readers = Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1, max_length=1024)]
-Detail = Annotated[str, msgspec.Meta(max_length=1024)]
+LONGEST_DETAIL = 1024
+Detail = Annotated[str, msgspec.Meta(max_length=LONGEST_DETAIL)]
 
 
 class RefusedReason(enum.Enum):
@@ -288,6 +290,16 @@ LinkMessage = (
     | Ping
     | Pong
 )
+
+
+def as_detail(text: str) -> str:
+    """Any text as a message can carry it: it may be an exception's of the caller's."""
+    return (
+        text[:LONGEST_DETAIL]
+        .encode(errors="backslashreplace")
+        .decode()[:LONGEST_DETAIL]
+    )
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)

@@ -31,7 +31,7 @@ LAYERS = (
     "protocol.__init__",
     # arithmetic
     "engine.errors engine.cost engine.config engine.report engine.spans engine.tensors engine.validity",
-    "engine.cache engine.coverage engine.runs",
+    "engine.arguments engine.cache engine.coverage engine.runs",
     "engine.sections engine.images engine.selection",
     "engine.plan engine.claims engine.readiness engine.explain",
     # hands

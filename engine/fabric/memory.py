@@ -152,6 +152,13 @@ class MemoryNetwork:
         """Whether bytes still under way would land there, frozen or not."""
         return any(arrival.writes(address, size) for arrival in self._under_way())
 
+    def may_send(self, name: str, address: int, size: int) -> bool:
+        """Whether writes of a fabric to others would still read there."""
+        return any(
+            arrival.ends[0] == name != arrival.ends[1] and arrival.reads(address, size)
+            for arrival in self._under_way()
+        )
+
     # The rest is for the network's own fabrics.
 
     def enter(self, name: str, method: str) -> None:

@@ -1,16 +1,17 @@
 """`Ledger`: who owns each block of each engine, and whether it may.
 
 The caller's side of the contract, kept as a scheduler in a serving stack keeps
-it: blocks are taken for an offer or a pull and given back at its end. The ledger
-refuses a block that is owned twice, and one that is given back, or comes out of
-quarantine, while bytes under way could still land in it.
+it: blocks are taken for an offer, a pull, a push or a landing and given back at its
+end. The ledger refuses a block that is owned twice, and one that is given back, or
+comes out of quarantine, while bytes under way could still land in it, or still leave
+it by a transfer of its owner's.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NoReturn
 
 import trio
 
@@ -30,10 +31,12 @@ class Hold(enum.Enum):
 
     OFFERED = "offered"
     """A producer offers it; it is read from, and never written to."""
+    PUSHED = "pushed"
+    """A producer pushes it; its own transfers read from it, and nobody writes to it."""
     DESTINATION = "destination"
     """A transfer may write to it."""
     QUARANTINED = "quarantined"
-    """It was a destination; a transfer may still write to it."""
+    """It was a destination, or was pushed; a transfer may still touch it."""
 
 
 class LedgerBroken(AssertionError):
@@ -44,13 +47,14 @@ class LedgerBroken(AssertionError):
 class _Entry:
     request: str
     hold: Hold
+    was_pushed: bool = False
 
 
 class Account:
     """The blocks of one group of one engine's cache; made by `Ledger.open`.
 
     Attributes:
-        name: Whose blocks.
+        name: Whose blocks: what its fabric is called.
         group: The group.
     """
 
@@ -92,7 +96,7 @@ class Account:
             if owner := self._held.get(block):
                 self._break(block, f"taken by {request}, owned by {owner}")
             self._expect_safe(block, f"taken by {request}")
-            self._held[block] = _Entry(request, hold)
+            self._held[block] = _Entry(request, hold, hold is Hold.PUSHED)
 
     def give_back(self, request: str, blocks: Sequence[int]) -> None:
         """Own them no more; those that the engine has in quarantine stay, until it lets go.
@@ -106,7 +110,7 @@ class Account:
             if owner is None or owner.request != request:
                 self._break(block, f"given back by {request}, owned by {owner}")
             if block in kept:
-                self._held[block] = _Entry(request, Hold.QUARANTINED)
+                self._held[block] = replace(owner, hold=Hold.QUARANTINED)
                 self._quarantined.add(block)
                 self._ledger.watch(self)
         self._free([block for block in blocks if block not in kept])
@@ -130,12 +134,18 @@ class Account:
             self._on_free(blocks)
 
     def _expect_safe(self, block: int, what: str) -> None:
-        # Only writes: a stale read of blocks that were withdrawn harms nobody but
-        # its own request, and that one is not done.
-        if any(self._ledger.network.may_write(*e) for e in self._extents[block]):
+        network = self._ledger.network
+        if any(network.may_write(*extent) for extent in self._extents[block]):
             self._break(block, f"{what} while bytes can land in it")
+        # Not what others read: a stale read of blocks that were withdrawn harms
+        # nobody but its own request, and that one is not done.
+        entry = self._held.get(block)
+        if entry is None or not entry.was_pushed:
+            return
+        if any(network.may_send(self.name, *extent) for extent in self._extents[block]):
+            self._break(block, f"{what} while bytes of it can leave")
 
-    def _break(self, block: int, what: str) -> None:
+    def _break(self, block: int, what: str) -> NoReturn:
         raise LedgerBroken(f"block {block} of {self.name}, {self.group!r}: {what}")
 
 
@@ -165,7 +175,7 @@ class Ledger(trio.abc.Instrument):
         """Open an account for one group of an engine.
 
         Args:
-            name: Whose.
+            name: Whose: what its fabric is called.
             group: Which of its groups.
             extents: Of each block, the stretches of memory (address, size).
             quarantine: The engine's.

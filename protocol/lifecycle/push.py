@@ -187,7 +187,7 @@ class PushMachine(Machine[PushState]):
         self._expected: frozenset[Rank] | None = None
         self._instance: str | None = None  # the readers' engine id
         self._joined: dict[Rank, EngineKey] = {}
-        self._live: set[EngineKey] = set()
+        self._live: dict[EngineKey, None] = {}  # in the order in which they joined
         self._landed: set[Rank] = set()
 
     @property
@@ -219,7 +219,7 @@ class PushMachine(Machine[PushState]):
         if self._expected is None:
             self._expected = frozenset(event.readers) | {reader.rank}
         self._joined[reader.rank] = reader
-        self._live.add(reader)
+        self._live[reader] = None
         effects: list[Effect] = [StartDelivery(reader)]
         if self.state is PushState.COMMITTED:
             effects.append(CommitDelivery(reader))
@@ -242,14 +242,14 @@ class PushMachine(Machine[PushState]):
             return self._fail(
                 IncompletePush(f"committed, but these never became ready: {named}"), now
             )
-        effects = [CommitDelivery(reader) for reader in sorted(self._live)]
+        effects = [CommitDelivery(reader) for reader in self._live]
         return PushState.COMMITTED, [*effects]
 
     def _land(self, event: ReaderLanded, _now: float) -> _Decision:
         if event.reader not in self._live:
             self.ignored += 1
             return self.state, []
-        self._live.discard(event.reader)
+        self._live.pop(event.reader, None)
         self._landed.add(event.reader.rank)
         if self._expected is not None and self._expected <= self._landed:
             return PushState.DONE, []
@@ -259,7 +259,7 @@ class PushMachine(Machine[PushState]):
         if event.reader not in self._live:
             self.ignored += 1
             return self.state, []
-        self._live.discard(event.reader)
+        self._live.pop(event.reader, None)
         return self._fail(event.cause, now)
 
     def _decline(self, event: ReaderDeclined, now: float) -> _Decision:
@@ -307,7 +307,7 @@ class PushMachine(Machine[PushState]):
 
     def _count_ended(self, event: ReaderLanded | ReaderEnded, _now: float) -> _Decision:
         self.ignored += event.reader not in self._live
-        self._live.discard(event.reader)
+        self._live.pop(event.reader, None)
         return self._ended()
 
     def _refuse(self, event: ReaderJoined, _now: float) -> _Decision:

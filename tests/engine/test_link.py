@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from kvferry.engine import MisuseError, PeerLost, ProtocolViolation
-from kvferry.engine.link import QUEUE_FRAMES, FramedStream, Link
+from kvferry.engine.link import FRAME_COST, FramedStream, Link
 from kvferry.protocol.framing import MAX_LINK_BYTES, encode_frame
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.link import (
@@ -27,10 +27,18 @@ from kvferry.protocol.link import (
 PEER = EngineKey("p", "1", Rank())
 
 
+QUEUE_BYTES = 1000 * FRAME_COST
+"""Fewer than so many messages fit."""
+
+
 def linked(stream, *, keepalive_s=5.0, silence_s=20.0) -> Link:
     """A link over a stream."""
     return Link(
-        FramedStream(stream), PEER, keepalive_s=keepalive_s, silence_s=silence_s
+        FramedStream(stream),
+        PEER,
+        keepalive_s=keepalive_s,
+        silence_s=silence_s,
+        queue_bytes=QUEUE_BYTES,
     )
 
 
@@ -91,10 +99,12 @@ async def test_a_peer_that_reads_nothing_ends_the_link(autojump_clock) -> None:
 
         nursery.start_soon(run)
         await trio.testing.wait_all_tasks_blocked()
-        for number in range(QUEUE_FRAMES + 1):  # one is with the stream
-            link.post(renewed(number))
+        posted = 0
         with pytest.raises(PeerLost, match="does not read") as caught:
-            link.post(renewed(QUEUE_FRAMES))
+            for number in range(1000):
+                link.post(renewed(number))
+                posted += 1
+        assert posted > 500
         assert caught.value.peer == str(PEER)
         assert not link.is_open
         with pytest.raises(PeerLost):
@@ -327,6 +337,23 @@ async def test_who_slept_first_reads_what_came_meanwhile(autojump_clock) -> None
         theirs.close()
 
 
+async def test_thousands_of_messages_at_once_are_no_silence_of_the_peer(
+    autojump_clock,
+) -> None:
+    """They leave in few pieces, in order, and none is lost."""
+    async with trio.open_nursery() as nursery:
+        ends = Ends(nursery)
+        await trio.testing.wait_all_tasks_blocked()
+        link = Link(FramedStream(ends.theirs), PEER, keepalive_s=5.0, silence_s=20.0)
+        nursery.start_soon(link.run, lambda _message: None)
+        for number in range(20_000):
+            link.post(renewed(number))
+        await trio.testing.wait_all_tasks_blocked()
+        assert ends.heard == [renewed(number) for number in range(20_000)]
+        assert link.is_open
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_flood_of_questions_ends_the_link(autojump_clock) -> None:
     """Who asks and does not read the answers fills the queue, and is gone."""
     async with trio.open_nursery() as nursery:
@@ -355,7 +382,7 @@ async def test_close_does_not_outwait_the_link(autojump_clock, *, is_full) -> No
         link = linked(ours)
         nursery.start_soon(link.run, lambda _message: None)
         await trio.testing.wait_all_tasks_blocked()
-        for number in range(QUEUE_FRAMES if is_full else 1):
+        for number in range(500 if is_full else 1):
             link.post(renewed(number))
         started = trio.current_time()
 

@@ -787,6 +787,26 @@ async def test_a_registration_that_never_left_leaves_no_quarantine(
     assert not world.logged("internal_error")
 
 
+async def test_a_producer_that_leaves_while_a_consumer_connects_says_so(
+    autojump_clock,
+) -> None:
+    """Whenever it is: a registration that nobody took leaves nothing in quarantine."""
+    for step in range(1, 70):
+        world, source, target = World(), Pool(), Pool()
+        async with trio.open_nursery() as nursery:
+            producer = await world.start(nursery, "p", source)
+            async with world.engine("c", target) as decode:
+                with Steps(step, producer._leave.set):
+                    landing = begin_landing(
+                        nursery, decode, producer.engine, deadline_s=5.0
+                    )
+                    await landing.over.wait()
+                assert landing.error is not None
+                assert not len(decode.quarantine), (step, landing.error)
+                if not producer.ended.is_set():
+                    await producer.leave()
+
+
 async def test_a_producer_that_leaves_gives_all_blocks_back_first(
     autojump_clock,
 ) -> None:

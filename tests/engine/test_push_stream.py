@@ -382,18 +382,18 @@ async def test_ready_after_the_commit_is_a_misuse(autojump_clock) -> None:
         async def stream_it() -> None:
             async with prefill.push_stream("r", spans, num_tokens=10) as stream:
                 streams.append(stream)
-                await stream.ready(tokens=(6, 10))  # all that the window reaches
+                await stream.ready(tokens=(4, 10))  # all that the window reaches
 
         push = begin(nursery, stream_it)
         await settle()
         landing = begin_landing(nursery, decode, prefill, after=settle)
         with pytest.raises(MisuseError, match="committed"):
-            await streams[0].ready(tokens=(0, 6))
+            await streams[0].ready(tokens=(0, 4))
         await landing.over.wait()
         await push.over.wait()
         assert (push.error, landing.error) == (None, None)
         with pytest.raises(MisuseError, match="committed"):
-            await streams[0].ready(tokens=(0, 6))
+            await streams[0].ready(tokens=(0, 4))
 
 
 @pytest.mark.parametrize("window", [2, 4, 5, 7])
@@ -401,7 +401,7 @@ async def test_ready_after_the_commit_is_a_misuse(autojump_clock) -> None:
 async def test_a_window_needs_no_more_ready_than_it_reaches(
     autojump_clock, window, split
 ) -> None:
-    """Also when its first token is in the middle of a block."""
+    """From the beginning of the block that its first token is in: that is its grain."""
     world, source, target = World(), Pool(window=window), Pool(window=window)
     async with (
         world.pair(source, target) as (prefill, decode),
@@ -409,7 +409,8 @@ async def test_a_window_needs_no_more_ready_than_it_reaches(
     ):
         landing = begin_landing(nursery, decode, prefill)
         spans = source.stamp(THEIRS, num_tokens=10)
-        first = 10 - window + 1
+        reach = 10 - window + 1
+        first = reach // 4 * 4
         async with prefill.push_stream("r", spans, num_tokens=10) as stream:
             if split == 1:  # more than it needs, and after what it needs
                 await stream.ready(tokens=(first, 10))
@@ -421,7 +422,7 @@ async def test_a_window_needs_no_more_ready_than_it_reaches(
                 await stream.ready(tokens=(first, 10))
         await landing.over.wait()
         assert landing.error is None
-        for token in range(first, 12):
+        for token in range(reach, 12):
             place, slot = divmod(token, 4)
             for layer, tensor in enumerate(target.tensors):
                 found = tensor[OURS[place], :, :, slot]

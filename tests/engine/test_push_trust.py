@@ -336,6 +336,24 @@ async def test_too_many_claims_and_registrations_are_refused(autojump_clock) -> 
     assert isinstance(heard[0], Registered)
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_registration_behind_its_own_revocation_is_refused(
+    autojump_clock, is_known
+) -> None:
+    """The blocks have been given back: a word that comes late, or twice, counts for nothing."""
+    first = [lambda _: register(request_id="q")] if is_known else []
+    heard, _, target, _ = await offending(
+        claim(),
+        *first,
+        lambda _: Revoke("q", 0),
+        lambda _: register(request_id="q"),
+    )
+    kinds = [type(message) for message in heard]
+    assert kinds == [*[Registered] * len(first), Revoked, Aborted]
+    assert heard[-1].reason is AbortedReason.SPENT
+    assert target.is_untouched()
+
+
 @pytest.mark.parametrize("second", [{"attempt": 0}, {"attempt": 1}])
 async def test_registering_twice_is_refused_and_the_first_goes_on(
     autojump_clock, second

@@ -338,8 +338,8 @@ class Books:
             "a", "g", extents, self.quarantine, on_free=self.freed.extend
         )
 
-    def move(self, block: int) -> None:
-        """Bytes are under way to a block of a's."""
+    def move(self, block: int, operation: Operation = Operation.READ) -> None:
+        """Bytes are under way to a block of a's, or from it."""
         fabrics = {}
         for name, memory in self.memory.items():
             fabrics[name] = self.network.fabric(name)
@@ -354,7 +354,7 @@ class Books:
         ours = a.prepare(None, "DRAM", rows["a"])
         theirs = a.prepare(peer, "DRAM", rows["b"])
         ids = np.array([block], np.int32)
-        a.post(Operation.READ, ours, ids, theirs, ids)
+        a.post(operation, ours, ids, theirs, ids)
 
 
 def test_blocks_are_taken_once_and_given_back_by_their_owner() -> None:
@@ -399,6 +399,22 @@ def test_a_block_that_is_read_from_may_be_given_back() -> None:
     assert books.network.may_touch(*extents[2][0])
     assert not books.network.may_write(*extents[2][0])
     account.give_back("r", [2])
+
+
+def test_a_pushed_block_is_not_given_back_while_its_bytes_leave() -> None:
+    """Nor does it leave the quarantine then; what others read from it is theirs."""
+    books = Books()
+    books.account.take("r", Hold.PUSHED, [1, 2])
+    books.move(2, Operation.WRITE)
+    books.account.give_back("r", [1])
+    with pytest.raises(LedgerBroken, match=r"block 2 .*while bytes of it can leave"):
+        books.account.give_back("r", [2])
+    entry = QuarantineEntry("r", "b", None, 0.0, {"g": (2,)})
+    books.quarantine.hold(entry)
+    books.account.give_back("r", [2])
+    books.quarantine.reclaim(entry)
+    with pytest.raises(LedgerBroken, match=r"block 2 .*while bytes of it can leave"):
+        books.ledger.check()
 
 
 @pytest.mark.parametrize("has_landed", [True, False])

@@ -86,6 +86,20 @@ async def test_the_more_urgent_goes_first(autojump_clock, running) -> None:
     assert [n for n, _ in road.posted] == ["slow", "quick", "quick", "slow", "slow"]
 
 
+async def test_any_number_of_priorities_leaves_nothing_behind(
+    autojump_clock, running
+) -> None:
+    """A caller may number its requests by their deadlines."""
+    road = running(max_waves_in_flight=1)
+    road.ask("first", Lane(-1), 0)
+    for number in range(1000):
+        road.ask("r", Lane(number), number)
+        road.traffic.leave("p", 1)
+        await trio.testing.wait_all_tasks_blocked()
+    assert [wave for _, wave in road.posted] == [0, *range(1000)]
+    assert len(road.traffic._classes) <= 2
+
+
 async def test_a_full_peer_keeps_nobody_else_back(autojump_clock, running) -> None:
     """Its waves wait; those of others pass, and its own go on when one has left."""
     road = running(max_peer_bytes_in_flight=2)
