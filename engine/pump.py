@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from kvferry.engine.alarm import Alarm
 from kvferry.engine.fabric.base import Progress
 from kvferry.protocol.errors import FerryError, TransferFailed
 
@@ -71,7 +72,7 @@ class Pump:
         self._claims = dict.fromkeys(Cadence, 0)
         self._active: dict[Transfer, Callable[[Progress, FerryError | None], None]] = {}
         self._lost: dict[Transfer, Callable[[Progress, FerryError | None], None]] = {}
-        self._wake = trio.Event()
+        self._alarm: Alarm | None = None  # while it runs
         self._turns: deque[Transfer] = deque()  # settled ones are passed over
         self._is_behind = False
         self.rounds = 0
@@ -95,13 +96,13 @@ class Pump:
         self._active[transfer] = on_progress
         if not self._look(transfer):
             self._turns.append(transfer)
-            self._wake.set()
+            self._wake()
 
     @contextmanager
     def claim(self, cadence: Cadence) -> Iterator[None]:
         """Look at least this often while inside."""
         self._claims[cadence] += 1
-        self._wake.set()
+        self._wake()
         try:
             yield
         finally:
@@ -111,19 +112,29 @@ class Pump:
         self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Poll for ever; the engine's last task to be cancelled."""
+        self._alarm = Alarm()
         task_status.started()
-        while True:
-            self.round()
-            with trio.move_on_after(self._interval_s()):
-                await self._wake.wait()
-            # A claim or a post may have come while the last look was slow.
-            self._wake = trio.Event()
+        try:
+            while True:
+                self.round()
+                # A claim or a post may come while a look is slow: then it has rung.
+                await self._alarm.wait(self._interval_s())
+        finally:
+            self._alarm.close()
+            self._alarm = None
+
+    def _wake(self) -> None:
+        if self._alarm is not None:
+            self._alarm.ring()
 
     def round(self) -> None:
         """Look at some transfers, and at all notices."""
         self.rounds += 1
         self._look_at_the_oldest()
-        self._look_at_others()
+        if self._lost or len(self._active) > MISSES:
+            self._look_at_others()
+        else:
+            self._turns = deque(self._active)  # each was looked at just now
         try:
             notices = self._fabric.take_notices()
         except FerryError as error:

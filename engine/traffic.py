@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ("Lane", "Traffic", "Turn")
 
 BURST_POSTS = 8
-BURST_BYTES = 2 * 1024 * 1024
+BURST_BYTES = 8 * 1024 * 1024
 """Posted at once, before everybody else on the loop has had a look: on one host a
 megabyte takes about a quarter of a millisecond, a post of few bytes some tens of
 microseconds."""

@@ -35,7 +35,7 @@ LAYERS = (
     "engine.sections engine.images engine.selection",
     "engine.plan engine.claims engine.readiness engine.explain",
     # hands
-    "engine.fabric engine.streams engine.quarantine engine.guard",
+    "engine.fabric engine.streams engine.quarantine engine.guard engine.alarm",
     # motion
     "engine.pump engine.traffic engine.waves engine.finish engine.staging engine.rearrange",
     "engine.agents engine.flight engine.drive engine.after engine.aside",
