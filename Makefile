@@ -9,7 +9,7 @@ TYPES := .cache/types
 # many times over otherwise.
 export OMP_NUM_THREADS := 1
 
-.PHONY: env examples-env demo demo-all test lint types check clean
+.PHONY: env examples-env demo demo-all test lint types check bench clean
 
 env: $(VENV)/.core
 
@@ -52,6 +52,11 @@ types: $(VENV)/.core
 	MYPYPATH=$(TYPES) $(BIN)/mypy tests/typing
 
 check: lint types test
+
+# The short forms of all, about five minutes, and one table of their bars. The overlap
+# is among them if `make examples-env` has been.
+bench: $(VENV)/.core
+	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf $(VENV) .cache/types .pytest_cache .mypy_cache .ruff_cache .hypothesis

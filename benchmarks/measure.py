@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import platform
 import statistics
@@ -17,7 +18,7 @@ import tracemalloc
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -28,10 +29,13 @@ __all__ = (
     "Point",
     "Progress",
     "Timing",
+    "conclude",
     "host",
     "measure",
     "memory_of",
     "parser",
+    "percentile",
+    "plot",
     "table",
     "verdicts",
     "write_json",
@@ -158,6 +162,9 @@ def verdicts(bars: Sequence[Bar], points: Sequence[Point]) -> list[str]:
     lines = []
     for bar in bars:
         of_bar = [point for point in points if point.bar == bar.name]
+        if not of_bar:
+            lines.append(f"{bar.name}: not measured; {bar.text}")
+            continue
         worst = max(of_bar, key=lambda point: point.ratio)
         missed = sum(point.ratio > 1 for point in of_bar)
         verdict = f"FALLS SHORT in {missed} of {len(of_bar)}" if missed else "pass"
@@ -227,6 +234,46 @@ def host() -> dict[str, object]:
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
     }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that so many percent of all are not above."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(len(ordered) * percent / 100) - 1, 0)]
+
+
+def conclude(
+    options: argparse.Namespace,
+    bars: Sequence[Bar],
+    points: Sequence[Point],
+    tables: str,
+    **more: object,
+) -> int:
+    """Print the tables and the verdicts, and write what the options ask for.
+
+    Returns:
+        The exit status: 1 if any bar is missed.
+    """
+    told = ", ".join(f"{name}: {value}" for name, value in host().items())
+    print(tables, told, *verdicts(bars, points), sep="\n")
+    if options.json is not None:
+        write_json(options.json, bars, points, short=options.short, **more)
+    return int(any(point.ratio > 1 for point in points))
+
+
+def plot(path: Path | None, draw: Callable[[Any], None]) -> None:
+    """Let something be drawn into matplotlib's axes, if it is installed and wanted."""
+    if path is None:
+        return
+    try:
+        from matplotlib import pyplot as plt  # noqa: PLC0415 - optional
+    except ImportError:
+        sys.stderr.write("no plot: matplotlib is not installed\n")
+        return
+    figure, axes = plt.subplots()
+    draw(axes)
+    axes.legend(fontsize="small")
+    figure.savefig(path)
 
 
 def write_json(

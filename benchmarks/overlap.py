@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
 import sys
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from benchmarks.measure import (
     verdicts,
     write_json,
 )
-from benchmarks.overlap_sides import MODES, start
+from benchmarks.overlap_sides import MODEL, MODES, PD_PAIR, start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = parser(__doc__ or "")
     made.add_argument("--rounds", type=int, help="how often each way takes its turn")
     options = made.parse_args(arguments)
+    if not MODEL.is_ready():
+        convert = [sys.executable, str(PD_PAIR / "convert.py"), "smollm2"]
+        subprocess.run(convert, check=True)  # noqa: S603 - our own file
     tokens = SHORT_TOKENS if options.short else TOKENS
     rounds = options.rounds or (1 if options.short else ROUNDS)
     progress = Progress(len(TRANSPORTS) * len(tokens) * rounds * len(MODES))

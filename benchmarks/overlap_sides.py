@@ -36,7 +36,7 @@ from kvferry.protocol import Contact, ModelIdentity, Ticket  # noqa: E402
 if TYPE_CHECKING:
     from kvferry.engine import TransferReport
 
-__all__ = ("MODES", "start")
+__all__ = ("MODEL", "MODES", "PD_PAIR", "start")
 
 MODES = ("pull", "push", "stream")
 MODEL = MODELS["smollm2"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvferry.engine.fabric.base import Progress
 from kvferry.engine.guard import contained
 from kvferry.engine.traffic import Lane, Turn
-from kvferry.protocol.errors import FerryError, FerryInternalError, TransferFailed
+from kvferry.protocol.errors import FerryError, TransferFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +114,7 @@ class Flights:
         self._posted[wave] = turn
         contained(
             partial(self._start, wave, start, on_landed),
-            on_failure=partial(self._not_started, wave),
+            on_failure=partial(self._lose, wave),
             log=self._log,
         )
 
@@ -124,15 +124,17 @@ class Flights:
         start: Callable[[Fabric], Transfer],
         on_landed: Callable[[], None] | None,
     ) -> None:
-        transfer = start(self._fabric)
-        self._pump.track(transfer, partial(self._progressed, wave, on_landed))
-
-    def _not_started(self, wave: int, error: FerryError) -> None:
-        self._leave(wave)
-        if isinstance(error, FerryInternalError):
-            self._on_lost(wave, error)
-        else:
+        try:
+            transfer = start(self._fabric)
+        except FerryError as error:
+            self._leave(wave)
             self.settle(wave, error)
+        else:
+            self._pump.track(transfer, partial(self._progressed, wave, on_landed))
+
+    def _lose(self, wave: int, bug: FerryError) -> None:
+        self._leave(wave)
+        self._on_lost(wave, bug)
 
     def _leave(self, wave: int) -> None:
         """Make room for others; a wave that is lost keeps none for ever."""

@@ -213,7 +213,7 @@ class _Pull:
             case TakeRoom():
                 self._take_room()
             case PostWave(wave=number):
-                self._held_reading().post(number)
+                self._post(number)
             case RunFinish():
                 self._run_finish()
             case DeclineOffer():
@@ -224,6 +224,11 @@ class _Pull:
                 self._reclaim()
             case _:
                 raise FerryInternalError(f"no one does {type(effect).__name__}")
+
+    def _post(self, number: int) -> None:
+        self._held_reading().post(number)
+        if number == 0:
+            self._log.debug("pull_reading")
 
     def _fail(self, error: FerryError) -> None:
         self.feed(PullFailed(error))

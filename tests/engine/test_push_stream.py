@@ -382,18 +382,18 @@ async def test_ready_after_the_commit_is_a_misuse(autojump_clock) -> None:
         async def stream_it() -> None:
             async with prefill.push_stream("r", spans, num_tokens=10) as stream:
                 streams.append(stream)
-                await stream.ready(tokens=(6, 10))  # all that the window reaches
+                await stream.ready(tokens=(4, 10))  # all that the window reaches
 
         push = begin(nursery, stream_it)
         await settle()
         landing = begin_landing(nursery, decode, prefill, after=settle)
         with pytest.raises(MisuseError, match="committed"):
-            await streams[0].ready(tokens=(0, 6))
+            await streams[0].ready(tokens=(0, 4))
         await landing.over.wait()
         await push.over.wait()
         assert (push.error, landing.error) == (None, None)
         with pytest.raises(MisuseError, match="committed"):
-            await streams[0].ready(tokens=(0, 6))
+            await streams[0].ready(tokens=(0, 4))
 
 
 @pytest.mark.parametrize("window", [2, 4, 5, 7])
