@@ -206,6 +206,8 @@ class Pushing:
             await stream.ready(layers=layers, tokens=part, after=final)
             if chance(0.3):
                 await trio.sleep(0.01 * draw(10))
+            elif chance(0.1):  # longer than a lease, at times
+                await trio.sleep(0.1 * draw(15))
 
     def _steps(
         self, start: Start, tokens: int

@@ -1,6 +1,8 @@
 """Faults planted in the push mode that random schedules must find.
 
-Those of the pull mode are in `tests.engine.test_schedules`.
+Those of the pull mode are in `tests.engine.test_schedules`. Not here: a lease that
+nobody looks at. What is written after it lands in blocks that the consumer keeps until
+the producer has answered, so that no ledger sees it; the tests of case l3 do.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from kvferry.engine.push import Pushes, _Push
 from kvferry.engine.readiness import Readiness, Step
 from kvferry.engine.selection import Clip
 from kvferry.engine.traffic import Traffic
-from kvferry.protocol.lifecycle.delivery import DeliveryMachine, DeliveryState
 from kvferry.protocol.lifecycle.landing import LandingMachine, LandingState, _Source
 from kvferry.protocol.lifecycle.machine import Row
 from kvferry.protocol.lifecycle.push import PushMachine
@@ -72,16 +73,6 @@ def _replace_row(monkeypatch, machine, original, planted) -> None:
         cells = getattr(decide, "__closure__", None) or ()
         if decide is original or any(c.cell_contents is original for c in cells):
             monkeypatch.setitem(machine.table, key, Row(planted, row.targets))
-
-
-def leases_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the clock nor the post asks whether the consumer holds its blocks."""
-
-    def deadline(self):
-        return self._grace_at if self.state is DeliveryState.DRAINING else None
-
-    monkeypatch.setattr(DeliveryMachine, "_has_run_out", lambda *_: False)
-    monkeypatch.setattr(DeliveryMachine, "deadline", property(deadline))
 
 
 def dropped_waves_posted_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +231,6 @@ PLANTED = (
     landed_one_part_early,
     landed_on_the_producers_word,
     landed_on_notices_alone,
-    leases_not_looked_at,
     dropped_waves_posted_anyway,
     waiting_waves_not_dropped,
     quarantine_skipped,
