@@ -239,6 +239,7 @@ class _Landing:
         self._tokens: list[bytes] = []
         self._untold: set[int] = set()  # sources that our registration did not reach
         self._taken: set[int] = set()  # sources that may have taken it
+        self._safe: set[int] = set()  # sources that have said that they let go
         self._asking: dict[int, trio.CancelScope] = {}
         self._entry: QuarantineEntry | None = None
         self._is_hurrying = False
@@ -441,6 +442,8 @@ class _Landing:
                 if source in self._asking:
                     self._asking[source].cancel()
                 self.feed(SourceRevoked(source))
+                self._safe.add(source)
+                self._clear_up()
             case Registered():
                 self._taken.add(source)  # the lease runs on the producer's clock
             case _:
@@ -515,6 +518,11 @@ class _Landing:
         self._tell_all(DeclinePush())
         if self._tokens:
             self._quarantine()
+
+    def _clear_up(self) -> None:
+        """After a bug of ours no machine says when its blocks are safe again."""
+        if self._driver.bug is not None and len(self._safe) == len(self._peers):
+            self._reclaim()
 
     def _quarantine(self) -> None:
         writers = self._machine.writers

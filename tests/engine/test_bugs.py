@@ -11,8 +11,10 @@ import trio.testing
 from kvferry.engine import FerryInternalError, OfferOutcome
 from kvferry.engine.fabric import Progress
 from kvferry.engine.fabric.faults import TransferFault
+from kvferry.protocol.lifecycle.landing import BlocksReady as LandingReady
 from kvferry.protocol.lifecycle.pull import BlocksReady, PullState, RoomTaken
 from tests.kit import GROUP, Pool, World, at_base
+from tests.pushing import begin_landing, begin_push
 
 if TYPE_CHECKING:
     from kvferry.engine import TransferEngine
@@ -171,3 +173,26 @@ async def test_every_entry_says_what_why_since_when_and_from_whom(
             world.network.thaw(stuck._fabric.name)
             await decode.quarantine.wait_empty()
             await trio.sleep(1)
+
+
+async def test_after_a_bug_in_a_landing_its_blocks_come_back_when_all_have_answered(
+    autojump_clock,
+) -> None:
+    """In quarantine until the producer has said that nothing of it is in flight."""
+    world, producer, consumer = World(), Pool(), Pool()
+    async with (
+        world.pair(producer, consumer, **DIRECT) as (prefill, decode),
+        trio.open_nursery() as nursery,
+    ):
+        world.network.faults.add(TransferFault(fabric="p-*", delay_s=3.0))
+        landing = begin_landing(nursery, decode, prefill)
+        push = begin_push(nursery, prefill, producer)
+        await trio.sleep(1)
+        decode._landings._active["r"].feed(LandingReady())
+        await landing.over.wait()
+        assert isinstance(landing.error, FerryInternalError)
+        assert decode.quarantine
+        await decode.quarantine.wait_empty()
+        assert not world.may_touch(consumer, [5, 6, 1])
+        await push.over.wait()
+        assert push.error is not None
