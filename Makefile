@@ -34,9 +34,9 @@ demo: $(VENV)/.examples
 demo-all: $(VENV)/.examples
 	$(BIN)/python examples/pd_pair/demo_all.py
 
-# Two files at a time: most tests wait for nothing but the processor.
+# Two at a time: most wait for nothing but the processor.
 test: $(VENV)/.examples
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 lint: $(VENV)/.core
 	$(BIN)/ruff check .
