@@ -22,7 +22,7 @@ EACH = 2
 TOKENS = 20
 ONE_OF = 4
 """Pulls of which one is cancelled."""
-MOST_STEPS = 40
+MOST_STEPS = 8
 """A cancelled pull has lived for fewer checkpoints: from none to about all it takes."""
 POOL = {"blocks": BATCH * EACH, "block_size": 16, "layers": 2, "heads": 2, "dim": 8}
 SETTINGS = {"pool": POOL, "env": TCP, "lease_s": 60.0, "wave_bytes": 2048, "window": 2}
@@ -82,6 +82,6 @@ def test_2000_small_pulls_leave_nothing_behind() -> None:
         assert [child.ask("statistics") for child in both] == base
     assert ends.total() == BATCHES * BATCH
     assert ends["reading"] > 50, ends
-    assert ends.total() - ends["done"] > 300, ends
+    assert ends.total() - ends["done"] > 200, ends
     grown_bytes = [now - was for now, was in zip(now_bytes, warm_bytes, strict=True)]
     assert max(grown_bytes) < GROWTH_BYTES
