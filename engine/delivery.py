@@ -14,7 +14,7 @@ import trio
 from kvferry.engine.drive import Driver
 from kvferry.engine.fabric.base import Operation
 from kvferry.engine.flight import Flights
-from kvferry.engine.quarantine import QuarantineEntry
+from kvferry.engine.quarantine import QuarantineEntry, held_blocks
 from kvferry.engine.spans import Span
 from kvferry.protocol.errors import (
     EngineClosed,
@@ -376,10 +376,7 @@ class Delivery:
             str(self.reader),
             self.cause,
             trio.current_time(),
-            {
-                name: tuple(block for block in span.block_ids if block is not None)
-                for name, span in spans.items()
-            },
+            held_blocks(spans),
         )
         self._services.quarantine.hold(self._entry)
         self._log.error("push_quarantined")

@@ -21,7 +21,7 @@ from kvferry.engine.drive import Driver
 from kvferry.engine.guard import guarded
 from kvferry.engine.peers import Subscriber
 from kvferry.engine.pump import Cadence
-from kvferry.engine.quarantine import QuarantineEntry
+from kvferry.engine.quarantine import QuarantineEntry, held_blocks
 from kvferry.engine.report import TransferReport
 from kvferry.engine.selection import Selector
 from kvferry.engine.shares import Shares, share_among
@@ -531,10 +531,7 @@ class _Landing:
             ", ".join(str(self._peers[source].key) for source in writers),
             self._driver.bug or self._machine.cause,
             trio.current_time(),
-            {
-                name: tuple(block for block in _plain(span) if block is not None)
-                for name, span in self._request.spans.items()
-            },
+            held_blocks(self._request.spans),
         )
         self._services.quarantine.hold(self._entry, on_release=self._leave)
         self._log.error("landing_quarantined", peer=self._entry.peer)

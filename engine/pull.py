@@ -18,7 +18,7 @@ from kvferry.engine.aside import Aside
 from kvferry.engine.dialogue import Dialogue
 from kvferry.engine.drive import Driver
 from kvferry.engine.guard import guarded
-from kvferry.engine.quarantine import QuarantineEntry
+from kvferry.engine.quarantine import QuarantineEntry, held_blocks
 from kvferry.engine.reading import Reading
 from kvferry.engine.report import TransferReport
 from kvferry.engine.selection import Selector
@@ -373,10 +373,7 @@ class _Pull:
             self._unsettled_peers(),
             self._driver.bug or self._machine.cause,
             trio.current_time(),
-            {
-                name: tuple(block for block in span.block_ids if block is not None)
-                for name, span in self._request.spans.items()
-            },
+            held_blocks(self._request.spans),
         )
         self._services.quarantine.hold(self._entry)
         self._log.error(

@@ -153,7 +153,7 @@ class Pushes:
         )
         self._targets: dict[EngineKey, Target] = {}
         self._deliveries: dict[tuple[EngineKey, int], Delivery] = {}
-        self._registered: set[tuple[EngineKey, str]] = set()
+        self._registered: dict[EngineKey, set[str]] = {}  # requests, by consumer rank
         self._waiting: dict[str, list[Delivery]] = {}
         self._active: dict[str, _Push] = {}
         self._ended: OrderedDict[str, float] = OrderedDict()
@@ -304,7 +304,7 @@ class Pushes:
             on_clear=self._clear,
         )
         self._deliveries[target.key, message.attempt] = delivery
-        self._registered.add((target.key, message.request_id))
+        self._registered.setdefault(target.key, set()).add(message.request_id)
         delivery.start()
         self._declined.pop((target.key, message.request_id), None)
         push = self._active.get(message.request_id)
@@ -321,16 +321,16 @@ class Pushes:
         """
         if self._is_closing:
             raise EngineClosed("the producer is closing")
-        mine = sum(reader == target.key for reader, _ in self._registered)
-        if mine >= self._services.config.max_registrations:
-            raise PushAborted(f"{mine} registrations of this rank, no more are allowed")
+        mine = self._registered.get(target.key, ())
+        if len(mine) >= self._services.config.max_registrations:
+            raise PushAborted(
+                f"{len(mine)} registrations of this rank, no more are allowed"
+            )
         if (target.key, message.attempt) in self._cleared:
             # The answer has been given: these blocks may be somebody else's by now.
             raise OfferSpent("this registration is over, or was revoked before it came")
-        if (target.key, message.attempt) in self._deliveries or (
-            target.key,
-            message.request_id,
-        ) in self._registered:
+        is_known = (target.key, message.attempt) in self._deliveries
+        if is_known or message.request_id in mine:
             raise OfferSpent("this request is registered already")
         if self._has_ended(message.request_id):
             raise OfferSpent("the push of this request is over")
@@ -408,7 +408,10 @@ class Pushes:
         """Nothing of a delivery is in flight any more."""
         register = delivery.register
         self._deliveries.pop((delivery.reader, register.attempt), None)
-        self._registered.discard((delivery.reader, register.request_id))
+        mine = self._registered[delivery.reader]
+        mine.discard(register.request_id)
+        if not mine:
+            del self._registered[delivery.reader]
         self._note(self._cleared, (delivery.reader, register.attempt))
         self._note_idle()
 

@@ -14,9 +14,10 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from kvferry.engine.spans import Span
     from kvferry.protocol.errors import FerryError
 
-__all__ = ("Quarantine", "QuarantineEntry")
+__all__ = ("Quarantine", "QuarantineEntry", "held_blocks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,14 @@ class QuarantineEntry:
     reason: FerryError | None
     since: float
     blocks: Mapping[str, tuple[int, ...]]
+
+
+def held_blocks(spans: Mapping[str, Span]) -> dict[str, tuple[int, ...]]:
+    """The blocks of a request, as an entry has them."""
+    return {
+        name: tuple(int(block) for block in span.block_ids if block is not None)
+        for name, span in spans.items()
+    }
 
 
 def _nothing() -> None:

@@ -48,7 +48,7 @@ class Ledger:
         self.free += blocks
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(212))
 async def test_a_storm_of_pushes(autojump_clock, seed) -> None:
     """One outcome each, no byte in a block that was given back, everything at base."""
     rng = random.Random(seed)
