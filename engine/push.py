@@ -157,7 +157,7 @@ class Pushes:
         self._waiting: dict[str, list[Delivery]] = {}
         self._active: dict[str, _Push] = {}
         self._ended: OrderedDict[str, float] = OrderedDict()
-        self._declined: OrderedDict[tuple[EngineKey, str], float] = OrderedDict()
+        self._declined: OrderedDict[str, dict[EngineKey, float]] = OrderedDict()
         self._cleared: OrderedDict[tuple[EngineKey, int], float] = OrderedDict()
         self._idle = trio.Event()
         self._is_closing = False
@@ -203,10 +203,8 @@ class Pushes:
         self._services.nursery.start_soon(push.run)
         for delivery in self._waiting.pop(request_id, ()):
             push.join(delivery)
-        for reader, declined in tuple(self._declined):
-            if declined == request_id and self._is_recent(
-                self._declined.pop((reader, declined))
-            ):
+        for reader, at in self._declined.pop(request_id, {}).items():
+            if self._is_recent(at):
                 push.feed(ReaderDeclined(reader))
         return push
 
@@ -306,7 +304,7 @@ class Pushes:
         self._deliveries[target.key, message.attempt] = delivery
         self._registered.setdefault(target.key, set()).add(message.request_id)
         delivery.start()
-        self._declined.pop((target.key, message.request_id), None)
+        self._declined.get(message.request_id, {}).pop(target.key, None)
         push = self._active.get(message.request_id)
         if push is not None:
             push.join(delivery)
@@ -372,7 +370,7 @@ class Pushes:
         if push is not None:
             push.feed(ReaderDeclined(link.peer))
         else:
-            self._note(self._declined, (link.peer, message.request_id))
+            self._note_declined(link.peer, message.request_id)
 
     def _answer(self, link: Link, message: Extend | Landed) -> None:
         delivery = self._deliveries.get((link.peer, message.attempt))
@@ -401,7 +399,7 @@ class Pushes:
         if push is not None:
             push.note_over(delivery)
         elif isinstance(delivery.cause, PushRevoked):
-            self._note(self._declined, (delivery.reader, request_id))
+            self._note_declined(delivery.reader, request_id)
         self._note_idle()
 
     def _clear(self, delivery: Delivery) -> None:
@@ -414,6 +412,11 @@ class Pushes:
             del self._registered[delivery.reader]
         self._note(self._cleared, (delivery.reader, register.attempt))
         self._note_idle()
+
+    def _note_declined(self, reader: EngineKey, request_id: str) -> None:
+        self._declined.setdefault(request_id, {})[reader] = trio.current_time()
+        if len(self._declined) > ENDED_PUSHES:
+            self._declined.popitem(last=False)
 
     def _note(self, ended: OrderedDict[NameT, float], name: NameT) -> None:
         ended[name] = trio.current_time()
