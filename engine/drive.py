@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import trio
 
 from kvferry.engine.guard import contained
+from kvferry.protocol.errors import FerryInternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,8 +143,12 @@ class Driver(Generic[StateT]):
             self._waits_until = self._deadline()
             with trio.move_on_at(self._waits_until):
                 await self._changed.wait()
-            if trio.current_time() >= self._deadline():
+            now = trio.current_time()
+            if now >= self._deadline():
                 self.feed(self._tick)
+                if self._deadline() <= now:
+                    # It would be ticked for ever, and nobody else would run.
+                    self._give_up(FerryInternalError("a tick left its deadline behind"))
 
     def _deadline(self) -> float:
         deadline = self.machine.deadline
