@@ -17,8 +17,6 @@ Not here: which bytes a wave has, who a source is, what time it is.
 
 from __future__ import annotations
 
-import enum
-
 from kvferry.protocol.errors import (
     DeadlineExceeded,
     FerryError,
@@ -29,6 +27,7 @@ from kvferry.protocol.lifecycle.machine import (
     Event,
     Machine,
     Row,
+    State,
     total_table,
 )
 
@@ -65,7 +64,7 @@ __all__ = (
 )
 
 
-class PullState(enum.Enum):
+class PullState(State):
     """Where a pull is."""
 
     NEW = "new"
@@ -270,7 +269,7 @@ class ReclaimBlocks(Effect, frozen=True):
     """Let the quarantined blocks go."""
 
 
-_Decision = tuple[enum.Enum, list[Effect]]
+_Decision = tuple[State, list[Effect]]
 
 
 class PullMachine(Machine[PullState]):
