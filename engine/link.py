@@ -47,11 +47,6 @@ SEND_BYTES = 64 * 1024
 of small ones would cost more than the bytes."""
 
 
-TOGETHER_S = 0.0002
-"""What follows a message so closely waits for others: thousands in one step of the
-loop leave in few sends."""
-
-
 class FramedStream:
     """Whole payloads over a byte stream."""
 
@@ -147,7 +142,6 @@ class Link:
         self._queued_bytes = 0
         self._filled = trio.Event()
         self._is_idle = False  # the writer: nothing waits, and it is not sending
-        self._together_until = 0.0
         self._is_closing = False
         self._flushed = trio.Event()
         self._ended = trio.Event()
@@ -185,16 +179,16 @@ class Link:
 
     def _put(self, payload: bytes) -> None:
         frame = encode_frame(payload, limit_bytes=MAX_LINK_BYTES)
-        if self._is_idle and (now := trio.current_time()) >= self._together_until:
-            # Without the writer, which runs only when the loop comes round again: two
-            # of these are most of a fence.
-            self._together_until = now + TOGETHER_S
+        if self._is_idle:
+            # Not by the writer, which runs only when the loop comes round again: two
+            # such rounds are half of a fence. What follows before it has run waits for
+            # it: thousands of messages in one step leave in few sends.
             frame = frame[self._framed.send_nowait(frame) :]
-        if frame:
             self._is_idle = False
+        if frame:
             self._queue.append(frame)
             self._queued_bytes += len(frame) + FRAME_COST
-            self._filled.set()
+        self._filled.set()
 
     def end(self, cause: FerryError) -> None:
         """End the link; `run` returns. The first cause stays."""
@@ -272,7 +266,9 @@ class Link:
                     self._filled = trio.Event()
                     self._is_idle = True
                     await self._filled.wait()
-                await self._framed.send_frames(self._take())
+                    self._is_idle = False
+                else:
+                    await self._framed.send_frames(self._take())
             self._flushed.set()
         except FerryError as error:
             error.peer = str(self.peer)

@@ -456,6 +456,6 @@ class _Pull:
             bytes=report.bytes,
             descriptors=report.descriptors,
             waves=report.waves,
-            phases_s={name: round(s, 6) for name, s in report.phases_s.items()},
+            phases_s=report.phases_s,
         )
         return report
