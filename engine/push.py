@@ -19,7 +19,7 @@ from kvferry.engine.delivery import Cargo, Delivery, aborted
 from kvferry.engine.drive import Driver
 from kvferry.engine.readiness import Readiness, wanted_tokens
 from kvferry.engine.report import PushReport
-from kvferry.engine.spans import Span
+from kvferry.engine.spans import Span, as_array
 from kvferry.engine.targets import Target, Writer
 from kvferry.protocol.errors import (
     EngineClosed,
@@ -457,6 +457,12 @@ class _Push:
             wanted_tokens(groups, request.spans, num_tokens=request.num_tokens),
             num_tokens=request.num_tokens,
         )
+        # Arrays once: each step of a stream plans with them anew.
+        spans = {
+            name: as_array(span, group=name, side="producer")
+            for name, span in request.spans.items()
+        }
+        self._cargo = Cargo(spans, request.num_tokens)
         self._deliveries: dict[EngineKey, Delivery] = {}
         self._started: dict[EngineKey, None] = {}
         self._over = trio.Event()
@@ -580,7 +586,7 @@ class _Push:
 
     def _start(self, reader: EngineKey) -> None:
         delivery = self._deliveries[reader]
-        delivery.join(Cargo(self.request.spans, self.request.num_tokens))
+        delivery.join(self._cargo)
         delivery.add(self._readiness.so_far())
         self._started[reader] = None
 

@@ -17,6 +17,8 @@ Not here: which bytes a wave has, who a source is, what time it is.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvferry.protocol.errors import (
     DeadlineExceeded,
     FerryError,
@@ -354,7 +356,8 @@ class PullMachine(Machine[PullState]):
                 f" and {event.unready} are not ready"
             )
         self._wave_sources = event.wave_sources
-        self._unread = [event.wave_sources.count(source) for source in sources]
+        waves = Counter(event.wave_sources)
+        self._unread = [waves[source] for source in sources]
         self._needed = set(read)
         self._unconfirmed = set(read)
         self._unready = read & set(event.unready)

@@ -445,9 +445,7 @@ async def test_over_a_socket_a_message_leaves_before_the_loop_comes_round() -> N
         nursery.start_soon(link.run, lambda _: None)
         await trio.testing.wait_all_tasks_blocked()
         link.post(renewed(0))
-        first = encode_frame(
-            encode_message(renewed(0)), limit_bytes=MAX_LINK_BYTES
-        )
+        first = encode_frame(encode_message(renewed(0)), limit_bytes=MAX_LINK_BYTES)
         assert waiting() == len(first)
         for number in range(1, 500):
             link.post(renewed(number))
