@@ -44,7 +44,7 @@ from kvferry.engine.errors import (
     WrongPeer,
 )
 from kvferry.engine.explain import explain
-from kvferry.engine.offer import Offer, OfferOutcome
+from kvferry.engine.holds import Offer, OfferOutcome
 from kvferry.engine.opening import open_engine
 from kvferry.engine.push import PushStream
 from kvferry.engine.quarantine import Quarantine, QuarantineEntry

@@ -75,7 +75,7 @@ class EngineConfig:
         max_dials: Peers that are dialled at once; others wait for their turn.
         max_peers: Remote ranks to read from that are known at once. The longest
             idle one makes room for a new one.
-        max_offers: Offers open at once.
+        max_offers: Tickets of open offers at once, those of each consumer counted.
         max_registrations: Registrations for pushes held at once, of each consumer rank.
     """
 

@@ -18,10 +18,11 @@ from kvferry.engine.agents import Agents
 from kvferry.engine.arguments import check_request_id, plain_span, whole
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.handshake import Credentials
+from kvferry.engine.holds import Offer, ticket_spans
 from kvferry.engine.landing import LandingRequest, Landings
 from kvferry.engine.link import GOODBYE_S
 from kvferry.engine.listener import Listener
-from kvferry.engine.offer import Offer, Offers, ticket_spans
+from kvferry.engine.offer import Offers
 from kvferry.engine.peers import Peers
 from kvferry.engine.pull import PullRequest, Pulls
 from kvferry.engine.pump import Pump
@@ -145,8 +146,9 @@ class TransferEngine:
         *,
         num_tokens: int,
         after: After | None = None,
+        consumers: int = 1,
     ) -> Offer:
-        """Hold a request's blocks for one consumer to read.
+        """Hold a request's blocks for one consumer to read, or for several.
 
         The blocks must hold the cache of the first ``num_tokens`` tokens, now or when
         ``after`` has completed, and must not be written then or freed until the
@@ -165,9 +167,12 @@ class TransferEngine:
                 once in a task that is cancelled when the offer ends. The ticket is
                 good at once, and its lease runs meanwhile. If it fails, the offer is
                 withdrawn, and ``offer.cause`` says why.
+            consumers: How many read it, each by a ticket and under a lease of its own.
+                The offer ends when each of its tickets has been read or declined, or
+                has expired.
 
         Returns:
-            The offer, with its ticket.
+            The offer, with its tickets.
 
         Raises:
             UnknownBlock: A group or a block id that the cache does not have.
@@ -178,6 +183,7 @@ class TransferEngine:
         with _naming(request_id):
             check_request_id(request_id)
             num_tokens = whole(num_tokens, "num_tokens")
+            consumers = whole(consumers, "consumers")
             spans = self._spans(blocks, first_token=0, after=after)
             return self._offers.open(
                 request_id,
@@ -185,6 +191,7 @@ class TransferEngine:
                 num_tokens=num_tokens,
                 address=self.address,
                 after=after,
+                consumers=consumers,
             )
 
     async def pull(

@@ -32,6 +32,7 @@ MAX_TICKET_BYTES = 16 * 1024 * 1024
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Protocol = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+ShareNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class RankOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,6 +138,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         lease_s: How long one renewal holds the blocks, in seconds.
         ranks: The offer of every producer rank.
         spans: Per group the producer's blocks, the same on all its ranks.
+        share: Which of the offer's tickets it is, if it was made for several consumers.
     """
 
     engine_id: Name
@@ -145,6 +147,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
     ranks: Annotated[tuple[RankOffer, ...], msgspec.Meta(min_length=1, max_length=1024)]
     spans: Annotated[dict[Name, TicketSpan], msgspec.Meta(max_length=256)]
+    share: ShareNumber = 0
     protocol: Protocol = PROTOCOL_VERSION
 
     def __post_init__(self) -> None:
@@ -245,7 +248,7 @@ def _check_version(envelope: _Envelope) -> None:
 
 
 def _check_same_request(first: Ticket, other: Ticket) -> None:
-    for fact in ("engine_id", "request_id", "num_tokens", "spans"):
+    for fact in ("engine_id", "request_id", "share", "num_tokens", "spans"):
         ours, theirs = getattr(first, fact), getattr(other, fact)
         if ours != theirs:
             raise BadTicket(

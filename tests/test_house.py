@@ -43,7 +43,7 @@ LAYERS = (
     "engine.link engine.handshake engine.dials",
     "engine.peers engine.sources engine.listener engine.targets",
     "engine.services",
-    "engine.reading engine.dialogue engine.shares engine.delivery",
+    "engine.reading engine.dialogue engine.shares engine.delivery engine.holds",
     # services
     "engine.offer engine.pull engine.push engine.landing",
     # face
