@@ -15,6 +15,7 @@
     |   |-- HandshakeRefused     the two sides differ; `differences` names every factor
     |   |-- WrongPeer            somebody else, or a later start, answers at the address
     |   |-- PeerLost             the link or the transport to the peer ended
+    |   |-- InstanceIncomplete   not every rank of an instance has joined
     |   |-- ProtocolViolation    the peer spoke nonsense
     |   `-- OfferRefused         the producer has no such offer for this reader
     |       |-- UnknownOffer       never heard of, or long forgotten
@@ -56,6 +57,7 @@ __all__ = (
     "HandshakeRefused",
     "ImpossiblePlan",
     "IncompletePush",
+    "InstanceIncomplete",
     "LeaseExpired",
     "MisuseError",
     "OfferRefused",
@@ -87,6 +89,8 @@ class FerryError(Exception):
         untrusted: Per group the token ranges whose destination blocks may hold
             anything; for a state group the range is of the slots' list positions.
             Empty when no byte was written.
+        origin: The rank of our own instance where it began, if ranks have agreed
+            on it.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class FerryError(Exception):
         self.peer = peer
         self.phase = phase
         self.untrusted: dict[str, Ranges] = dict(untrusted or {})
+        self.origin: str | None = None
 
     def about(
         self,
@@ -136,6 +141,7 @@ class FerryError(Exception):
                 ("request", self.request_id),
                 ("peer", self.peer),
                 ("phase", self.phase),
+                ("rank", self.origin),
             )
             if value is not None
         ]
@@ -203,6 +209,10 @@ class WrongPeer(PeerError):
 
 class PeerLost(PeerError):
     """The link or the transport to the peer ended under the request."""
+
+
+class InstanceIncomplete(PeerError):
+    """Not every rank of an instance has joined, or one has gone; the detail names them."""
 
 
 class ProtocolViolation(PeerError):

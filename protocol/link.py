@@ -14,8 +14,10 @@ from typing import Annotated
 import msgspec
 
 from kvferry.protocol.errors import ProtocolViolation
+from kvferry.protocol.failure import Detail, Failure, as_detail
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.layout import CacheLayout
+from kvferry.protocol.manifest import Manifest
 from kvferry.protocol.notices import TOKEN_BYTES
 from kvferry.protocol.ticket import TicketSpan
 
@@ -38,9 +40,14 @@ __all__ = (
     "RefusedReason",
     "Register",
     "Registered",
+    "Relay",
     "Renew",
     "Revoke",
     "Revoked",
+    "Roster",
+    "Spare",
+    "Verdict",
+    "Vote",
     "as_detail",
     "decode_message",
     "encode_message",
@@ -50,8 +57,6 @@ RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 OfferId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Readers = Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1, max_length=1024)]
-LONGEST_DETAIL = 1024
-Detail = Annotated[str, msgspec.Meta(max_length=LONGEST_DETAIL)]
 
 
 class RefusedReason(enum.Enum):
@@ -256,6 +261,72 @@ class Revoked(msgspec.Struct, frozen=True, tag="revoked", forbid_unknown_fields=
     attempt: Attempt
 
 
+class Spare(msgspec.Struct, frozen=True, tag="spare", forbid_unknown_fields=True):
+    """Consumer: of these ranks of yours nobody reads anything for the request.
+
+    Attributes:
+        digest: Which offer is meant.
+        share: Which share of it.
+        ranks: Of the producer's instance.
+    """
+
+    request_id: RequestId
+    digest: Annotated[str, msgspec.Meta(max_length=128)]
+    share: Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
+    ranks: Readers
+
+
+class Relay(msgspec.Struct, frozen=True, tag="relay", forbid_unknown_fields=True):
+    """Between ranks of one instance, through its lead.
+
+    Attributes:
+        rank: To the lead, whom it is for; from the lead, whom it is from.
+    """
+
+    rank: Rank
+    message: Spare
+
+
+class Roster(msgspec.Struct, frozen=True, tag="roster", forbid_unknown_fields=True):
+    """Lead: this is our instance now.
+
+    Attributes:
+        manifest: All of it, when it is complete.
+        missing: Who has not joined, when it is not.
+        cause: Of whom was lost, when it has been complete before.
+    """
+
+    manifest: Manifest | None
+    missing: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=1024)] = ()
+    cause: Failure | None = None
+
+
+class Vote(msgspec.Struct, frozen=True, tag="vote", forbid_unknown_fields=True):
+    """Member: what became of my part of an agreement.
+
+    Attributes:
+        instance: Id of the manifest that it was begun under.
+        wait_s: How long I wait for the others.
+        failure: None if it is done.
+    """
+
+    key: RequestId
+    instance: Annotated[str, msgspec.Meta(max_length=64)]
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+    failure: Failure | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True, tag="verdict", forbid_unknown_fields=True):
+    """Lead: what became of an agreement, the same for all ranks.
+
+    Attributes:
+        failure: None if every rank's part is done.
+    """
+
+    key: RequestId
+    failure: Failure | None = None
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye", forbid_unknown_fields=True):
     """Either side: this engine is closing; nothing follows."""
 
@@ -286,19 +357,15 @@ LinkMessage = (
     | Aborted
     | Revoke
     | Revoked
+    | Spare
+    | Relay
+    | Roster
+    | Vote
+    | Verdict
     | Goodbye
     | Ping
     | Pong
 )
-
-
-def as_detail(text: str) -> str:
-    """Any text as a message can carry it: it may be an exception's of the caller's."""
-    return (
-        text[:LONGEST_DETAIL]
-        .encode(errors="backslashreplace")
-        .decode()[:LONGEST_DETAIL]
-    )
 
 
 _encoder = msgspec.msgpack.Encoder()
