@@ -33,7 +33,7 @@ LAYERS = (
     "engine.errors engine.cost engine.config engine.report engine.spans engine.tensors engine.validity",
     "engine.arguments engine.cache engine.coverage engine.runs",
     "engine.sections engine.images engine.selection",
-    "engine.plan engine.claims engine.readiness engine.explain",
+    "engine.plan engine.claims engine.readers engine.readiness engine.explain",
     # hands
     "engine.fabric engine.streams engine.quarantine engine.guard engine.alarm",
     # motion
@@ -68,6 +68,7 @@ THIRD_PARTY = {
     "engine.selection": {"numpy"},
     "engine.validity": set(),
     "engine.plan": {"numpy"},
+    "engine.readers": set(),
     "engine.explain": {"numpy", "msgspec"},
     "engine.fabric": {"trio", "numpy", "structlog"},
     "engine.fabric.nixl": {"trio", "numpy", "nixl", "structlog"},
