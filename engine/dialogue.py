@@ -5,14 +5,15 @@ Answers become the machine's events here, and whoever fails is named in its erro
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from kvferry.engine.guard import guarded
-from kvferry.engine.peers import Subscriber
+from kvferry.engine.peers import Subscriber, sought
 from kvferry.protocol.errors import (
     FerryError,
     LeaseExpired,
+    OfferDiffers,
     OfferSpent,
     OfferWithdrawn,
     PeerLost,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from kvferry.engine.peers import Answer, Peer
     from kvferry.engine.services import Services
     from kvferry.protocol.lifecycle.machine import Event
-    from kvferry.protocol.link import LinkMessage
+    from kvferry.protocol.link import LinkMessage, Sought
     from kvferry.protocol.ticket import Ticket
 
 __all__ = ("Dialogue",)
@@ -72,6 +73,7 @@ class Dialogue:
         self._ticket = ticket
         self._attempt = attempt
         self._readers = services.key.rank.instance()
+        self._learnt: dict[int, str] = {}  # ids that the ticket does not tell
         self._feed = feed
         self._log = log
 
@@ -95,16 +97,21 @@ class Dialogue:
 
     def say(self, effect: RenewLease | DeclineSource | SendReadFinished) -> None:
         """Carry out an effect that is a word to some of them."""
+        request_id = self._ticket.request_id
         match effect:
             case RenewLease(sources=sources):
                 for source in sources:
-                    ids = self._offer(source)
-                    self._send(source, Renew(*ids, self._attempt, self._readers))
+                    offer = self._offer(source)
+                    renew = Renew(request_id, offer, self._attempt, self._readers)
+                    self._send(source, renew)
             case DeclineSource(source=source):
-                ids = self._offer(source)
-                self._send(source, Decline(*ids, self._readers, "not needed"))
+                offer = self._offer(source)
+                decline = Decline(request_id, offer, self._readers, "not needed")
+                self._send(source, decline)
             case SendReadFinished(source=source):
-                self._send(source, ReadFinished(*self._offer(source), self._attempt))
+                offer_id = self._offer_id(source)
+                finished = ReadFinished(request_id, offer_id, self._attempt)
+                self._send(source, finished)
 
     def decline(self, cause: FerryError | None, *, may_dial: bool) -> None:
         """Free all of them; if that fails, their leases do. In the engine's nursery.
@@ -127,8 +134,16 @@ class Dialogue:
     def _not_told(self, error: FerryError) -> None:
         self._log.warning("decline_lost", error=str(error))
 
-    def _offer(self, source: int) -> tuple[str, str]:
-        return self._ticket.request_id, self._ticket.ranks[source].offer_id
+    def _offer(self, source: int) -> str | Sought:
+        return self._offer_id(source) or self._sought
+
+    def _offer_id(self, source: int) -> str:
+        """Empty as long as the source has not told it."""
+        return self._ticket.ranks[source].offer_id or self._learnt.get(source, "")
+
+    @cached_property
+    def _sought(self) -> Sought:
+        return sought(self._ticket)
 
     def _send(self, source: int, message: LinkMessage) -> None:
         try:
@@ -140,7 +155,8 @@ class Dialogue:
         match answer:
             case Confirmed():
                 self._feed(ConfirmArrived(source))
-            case OfferReady():
+            case OfferReady(offer_id=offer_id):
+                self._learnt.setdefault(source, offer_id)
                 self._feed(SourceReady(source))
             case Refused():
                 self._fail(source, _REFUSALS[answer.reason]())
@@ -161,6 +177,9 @@ _REFUSALS: dict[RefusedReason, Callable[[], FerryError]] = {
     RefusedReason.WITHDRAWN: lambda: OfferWithdrawn("the producer took the offer back"),
     RefusedReason.EXPIRED: lambda: LeaseExpired(
         "the producer did not hold the blocks until the last byte had been read"
+    ),
+    RefusedReason.DIFFERS: lambda: OfferDiffers(
+        "under this request id the rank offers something else than the ticket says"
     ),
     RefusedReason.NOT_READY: lambda: ProtocolViolation(
         "the producer says that its blocks were read before it had computed them"

@@ -19,6 +19,7 @@ from kvferry.engine.arguments import check_request_id, plain_span, whole
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.handshake import Credentials
 from kvferry.engine.holds import Offer, ticket_spans
+from kvferry.engine.instance import Instance
 from kvferry.engine.landing import LandingRequest, Landings
 from kvferry.engine.link import GOODBYE_S
 from kvferry.engine.listener import Listener
@@ -103,7 +104,10 @@ class TransferEngine:
             config.secret,
             config.skip_groups,
         )
-        self._offers = Offers(key, config, self._pump, nursery, log=log)
+        self._instance = Instance()
+        self._offers = Offers(
+            key, config, self._pump, nursery, instance=self._instance, log=log
+        )
         self._staging = Staging(config, fabric)
         agents = Agents(fabric, log=log)
         self._peers = Peers(
@@ -172,11 +176,14 @@ class TransferEngine:
                 has expired.
 
         Returns:
-            The offer, with its tickets.
+            The offer, with its tickets. Once our instance is complete, they are good
+            for all its ranks: give any one rank's to the consumer, and call this on
+            each of them, at any time, with the same request, blocks and counts.
 
         Raises:
             UnknownBlock: A group or a block id that the cache does not have.
             RequestInUse: The request has an open offer.
+            InstanceIncomplete: A rank of our instance has gone.
             MisuseError: As its detail says.
             EngineClosed: The engine is closing.
         """
@@ -467,6 +474,7 @@ class TransferEngine:
             "bytes_waiting": self._traffic.bytes_waiting,
             "staging_berths_taken": self._staging.taken_berths,
             "handshakes_refused": self._listener.refused,
+            "parked_messages": self._offers.parked,
             "stray_messages": self._offers.strays + self._pushes.strays,
             "stray_notices": self._stray_notices,
             **{f"fabric_{k}": v for k, v in self._fabric.counts().items()},

@@ -56,6 +56,7 @@ class Share:
 
     Attributes:
         offer_id: Of this share, on this rank.
+        origin: Of the ticket that asked for it, if one did that a sibling had made.
         claims: On the pump's cadence, while it is open.
         readers: Where those that have accepted, or renewed, did so: link and attempt.
     """
@@ -64,8 +65,20 @@ class Share:
     offer_id: str
     ticket: Ticket
     machine: OfferMachine
+    origin: str = ""
     claims: ExitStack = field(default_factory=ExitStack)
     readers: dict[EngineKey, tuple[Link, int]] = field(default_factory=dict)
+    _digest: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Of its ticket; computed when somebody asks."""
+        return self.keep_digest()
+
+    def keep_digest(self) -> str:
+        """Compute it now, as long as the ticket has its blocks."""
+        self._digest = self._digest or self.ticket.digest
+        return self._digest
 
     @property
     def outcome(self) -> OfferOutcome | None:

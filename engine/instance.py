@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvferry.protocol.errors import InstanceIncomplete
     from kvferry.protocol.identity import Rank
     from kvferry.protocol.link import Spare
     from kvferry.protocol.manifest import Manifest
@@ -27,9 +28,13 @@ class Instance:
             not block.
     """
 
-    manifest: Manifest | None
-    was_complete: bool
+    manifest: Manifest | None = None
+    was_complete: bool = False
     on_relayed: Callable[[Rank, Spare], None]
+
+    def incomplete(self) -> InstanceIncomplete:
+        """The error that names who is missing."""
+        raise NotImplementedError
 
     def send(self, rank: Rank, message: Spare) -> None:
         """Send to a rank of our own instance, ourselves included; never blocks.

@@ -19,7 +19,9 @@ import trio
 from kvferry.engine.after import check_after, is_over, wait_for
 from kvferry.engine.guard import guarded
 from kvferry.engine.holds import Hold, Offer, Share
+from kvferry.engine.parking import Parking
 from kvferry.engine.pump import Cadence
+from kvferry.engine.siblings import Siblings
 from kvferry.protocol.errors import (
     ConfigError,
     FerryInternalError,
@@ -35,6 +37,7 @@ from kvferry.protocol.lifecycle.offer import (
     NoteReader,
     OfferDeclined,
     OfferMachine,
+    OfferSpared,
     OfferTicked,
     ReadEnded,
     ReaderLost,
@@ -51,6 +54,8 @@ from kvferry.protocol.link import (
     Refused,
     RefusedReason,
     Renew,
+    Sought,
+    Spare,
 )
 from kvferry.protocol.ticket import RankOffer, Ticket
 
@@ -61,6 +66,7 @@ if TYPE_CHECKING:
 
     from kvferry.engine.after import After
     from kvferry.engine.config import EngineConfig
+    from kvferry.engine.instance import Instance
     from kvferry.engine.link import Link
     from kvferry.engine.pump import Pump
     from kvferry.protocol.errors import FerryError
@@ -94,6 +100,7 @@ class Offers:
         pump: Pump,
         nursery: trio.Nursery,
         *,
+        instance: Instance,
         log: FilteringBoundLogger,
     ) -> None:
         self._key = key
@@ -101,20 +108,30 @@ class Offers:
         self._pump = pump
         self._nursery = nursery
         self._log = log
+        self._siblings = Siblings(instance)
         self._active: dict[str, Hold] = {}  # by request id
         self._open: dict[str, Share] = {}  # by offer id
         self._ended: OrderedDict[str, Share] = OrderedDict()  # by offer id
+        # The last ended share of each name: request, number.
+        self._named: dict[tuple[str, int], Share] = {}
+        self._parking = Parking(config.lease_s)
         self._deadlines: list[tuple[float, int, Share]] = []
         self._order = itertools.count()  # ties in the heap
         # As in `Share.readers`, the other way.
         self._read_on: dict[Link, dict[Share, None]] = {}
         self._changed = trio.Event()
+        self._has_siblings = len(config.rank.instance()) > 1
         self.strays = 0
         """Messages about offers that nobody knows."""
 
     def __len__(self) -> int:
         """How many are open."""
         return len(self._active)
+
+    @property
+    def parked(self) -> int:
+        """Messages that wait for an offer that is not made yet."""
+        return len(self._parking)
 
     def open(
         self,
@@ -132,7 +149,9 @@ class Offers:
             RequestInUse: The request has an open offer.
             MisuseError: The engine has as many offers open as its config allows, or
                 ``after`` is nothing to wait for.
-            ConfigError: The engine has no listener: nobody could read.
+            ConfigError: The engine, or a rank of its instance, has no listener: nobody
+                could read.
+            InstanceIncomplete: A rank of its instance has gone.
         """
         if request_id in self._active:
             raise RequestInUse("the request has an open offer", request_id=request_id)
@@ -148,22 +167,27 @@ class Offers:
         if after is not None:
             check_after(after)
         is_ready = after is None or is_over(after)
-        lease_s = self._config.lease_s
-        entry = RankOffer(
+        mine = RankOffer(
             self._key.rank, self._key.generation, "", *address, ready=is_ready
         )
-        ticket = Ticket(
-            engine_id=self._key.engine_id,
-            request_id=request_id,
-            num_tokens=num_tokens,
-            lease_s=lease_s,
-            ranks=(entry,),
-            spans=dict(spans),
-        )
+        siblings = self._siblings.now(mine)
         hold = Hold(request_id)
         self._active[request_id] = hold
         for number in range(consumers):
-            self._share(hold, ticket, number, is_ready=is_ready)
+            offer_id = secrets.token_hex(16)
+            ticket = Ticket(
+                engine_id=self._key.engine_id,
+                request_id=request_id,
+                num_tokens=num_tokens,
+                lease_s=self._config.lease_s,
+                ranks=siblings.with_id(offer_id),
+                spans=dict(spans),
+                share=number,
+                instance=siblings.instance,
+            )
+            self._share(hold, offer_id, ticket, is_ready=is_ready)
+        for number, share in enumerate(tuple(hold.shares)):
+            self._unpark(share, number)
         if after is not None and not is_ready:
             self._nursery.start_soon(self._compute, hold, after)
         self._log.info(
@@ -172,16 +196,13 @@ class Offers:
         return Offer(hold, partial(self._withdraw, hold))
 
     def _share(
-        self, hold: Hold, ticket: Ticket, number: int, *, is_ready: bool
+        self, hold: Hold, offer_id: str, ticket: Ticket, *, is_ready: bool
     ) -> None:
         """Make one more share of a hold."""
-        offer_id = secrets.token_hex(16)
-        mine = msgspec.structs.replace(ticket.ranks[0], offer_id=offer_id)
-        named = msgspec.structs.replace(ticket, ranks=(mine,), share=number)
         machine = OfferMachine(
             now=trio.current_time(), lease_s=ticket.lease_s, is_ready=is_ready
         )
-        share = Share(hold, offer_id, named, machine)
+        share = Share(hold, offer_id, ticket, machine)
         share.claims.enter_context(self._pump.claim(Cadence.OFFERED))
         hold.shares.append(share)
         hold.open_shares += 1
@@ -198,6 +219,7 @@ class Offers:
 
     def on_end(self, link: Link, cause: FerryError) -> None:  # noqa: ARG002 - logged
         """Free what a reader held that is gone (its pulls end with its link)."""
+        self._parking.leave(link)
         for share in self._read_on.pop(link, {}):
             # Not if it has come back over another link since.
             if share.readers.get(link.peer, (None, 0))[0] is link:
@@ -211,32 +233,103 @@ class Offers:
             ProtocolViolation: Only a producer sends such a message.
         """
         match message:
-            case Renew():
-                event: Event = RenewArrived(link.peer, message.readers)
-                attempt = message.attempt
+            case Renew() | Decline():
+                self._hear(link, message, message.offer)
+            case Spare(offer=Sought()):
+                self.spare(message)
             case ReadFinished():
-                event, attempt = ReadEnded(link.peer), message.attempt
-            case Decline():
-                event, attempt = OfferDeclined(link.peer, message.readers), 0
+                share = self._find(message.request_id, message.offer_id)
+                if share is None:
+                    self._refuse(link, message, RefusedReason.UNKNOWN)
+                else:
+                    event = ReadEnded(link.peer)
+                    self._step(share, event, link=link, attempt=message.attempt)
             case _:
                 raise ProtocolViolation(f"{type(message).__name__} from a reader")
-        share = self._find(message.request_id, message.offer_id)
-        if share is None:
-            self.strays += 1
-            if not isinstance(message, Decline):
-                refused = Refused(message.request_id, attempt, RefusedReason.UNKNOWN)
-                self._answer(link, refused)
-            return
-        self._step(share, event, link=link, attempt=attempt)
+
+    def spare(self, message: Spare) -> None:
+        """None of the consumer's ranks reads from us what the message names."""
+        if message.offer is not None:
+            self._hear(None, message, message.offer)
+
+    def _hear(
+        self,
+        link: Link | None,
+        message: Renew | Decline | Spare,
+        offer: str | Sought,
+    ) -> None:
+        """Take a word about an offer, which a sibling's ticket may have told of."""
+        found: Share | RefusedReason | None
+        if isinstance(offer, str):
+            found = self._find(message.request_id, offer) or RefusedReason.UNKNOWN
+        else:
+            found = self._seek(message.request_id, offer)
+        if isinstance(found, Share):
+            self._take(found, link, message, offer)
+        elif found is not None:
+            self._refuse(link, message, found)
+        elif isinstance(offer, str) or not self._park(link, message, offer):
+            self._refuse(link, message, RefusedReason.UNKNOWN)
+
+    def _take(
+        self,
+        share: Share,
+        link: Link | None,
+        message: Renew | Decline | Spare,
+        offer: str | Sought,
+    ) -> None:
+        if isinstance(offer, Sought) and not share.origin:
+            share.origin = offer.origin
+        if link is None or isinstance(message, Spare):
+            self._step(share, OfferSpared())
+        elif isinstance(message, Decline):
+            self._step(share, OfferDeclined(link.peer, message.readers), link=link)
+        else:
+            asks = isinstance(offer, Sought)
+            event = RenewArrived(link.peer, message.readers, asks)
+            self._step(share, event, link=link, attempt=message.attempt)
+
+    def _refuse(
+        self,
+        link: Link | None,
+        message: Renew | Decline | Spare | ReadFinished,
+        reason: RefusedReason,
+    ) -> None:
+        self.strays += 1
+        if link is not None and isinstance(message, Renew | ReadFinished):
+            refused = Refused(message.request_id, message.attempt, reason)
+            self._answer(link, refused)
+
+    def _park(
+        self, link: Link | None, message: Renew | Decline | Spare, sought: Sought
+    ) -> bool:
+        """Keep a word about an offer that is not made yet (case n5)."""
+        if not self._parking.put(link, message, sought, trio.current_time()):
+            self._log.warning("no_room_to_park", request=message.request_id)
+            return False
+        self._wake()
+        return True
+
+    def _unpark(self, share: Share, number: int) -> None:
+        """Let in what came before the offer was made."""
+        for parked in self._parking.take(share.hold.request_id, number):
+            self._hear(parked.link, parked.message, parked.sought)
 
     async def sweep(self) -> None:
-        """Expire what nobody renews, for ever."""
+        """Expire what nobody renews, and what nobody offers, for ever."""
         while True:
             changed = self._changed
-            due_at = self._deadlines[0][0] if self._deadlines else float("inf")
-            with trio.move_on_at(due_at):
+            with trio.move_on_at(self._due_at()):
                 await changed.wait()
-            self._expire_due(trio.current_time())
+            now = trio.current_time()
+            self._expire_due(now)
+            for parked in self._parking.take_due(now):
+                self._refuse(parked.link, parked.message, RefusedReason.UNKNOWN)
+
+    def _due_at(self) -> float:
+        expires_at = self._deadlines[0][0] if self._deadlines else float("inf")
+        parked_until = self._parking.deadline
+        return expires_at if parked_until is None else min(expires_at, parked_until)
 
     def withdraw_all(self) -> None:
         """Take everything back: the engine is closing."""
@@ -253,7 +346,8 @@ class Offers:
                 self._end(share)
             elif isinstance(effect, ReportReady):
                 reader, its_attempt = share.readers[effect.reader]
-                self._answer(reader, OfferReady(share.hold.request_id, its_attempt))
+                request_id, offer_id = share.hold.request_id, share.offer_id
+                self._answer(reader, OfferReady(request_id, its_attempt, offer_id))
             elif isinstance(effect, NoteReader) and link is not None:
                 share.readers[effect.reader] = link, attempt
                 self._read_on.setdefault(link, {})[share] = None
@@ -293,6 +387,10 @@ class Offers:
         if deadline is None:
             return
         heapq.heappush(self._deadlines, (deadline, next(self._order), share))
+        self._wake()
+
+    def _wake(self) -> None:
+        """There is something new to expire."""
         self._changed.set()
         self._changed = trio.Event()
 
@@ -307,14 +405,26 @@ class Offers:
         share = self._open.get(offer_id) or self._ended.get(offer_id)
         return share if share and share.hold.request_id == request_id else None
 
+    def _seek(self, request_id: str, sought: Sought) -> Share | RefusedReason | None:
+        """What a ticket that a sibling made means; None if it is not made yet."""
+        hold = self._active.get(request_id)
+        if hold is not None:
+            share = hold.shares[sought.share : sought.share + 1]
+            is_it = bool(share) and share[0].digest == sought.digest
+            return share[0] if is_it else RefusedReason.DIFFERS
+        ended = self._named.get((request_id, sought.share))
+        # The same, offered once more under the same id, is told by the ticket's origin.
+        is_it = (
+            ended is not None
+            and ended.digest == sought.digest
+            and ended.origin in {"", sought.origin}
+        )
+        return ended if is_it else None
+
     def _end(self, share: Share) -> None:
         hold, machine = share.hold, share.machine
         del self._open[share.offer_id]
-        # Remembered without its blocks: a ticket may name a million.
-        share.ticket = msgspec.structs.replace(share.ticket, spans={})
-        self._ended[share.offer_id] = share
-        if len(self._ended) > ENDED_OFFERS:
-            self._ended.popitem(last=False)
+        self._remember(share)
         for link, _ in share.readers.values():
             self._read_on.get(link, {}).pop(share, None)
         share.claims.close()
@@ -332,6 +442,20 @@ class Offers:
             del self._active[hold.request_id]
             hold.awaits.cancel()
             hold.ended.set()
+
+    def _remember(self, share: Share) -> None:
+        """So that whoever is late learns why; without its blocks, which may be many."""
+        request_id = share.hold.request_id
+        if self._has_siblings:
+            self._named[request_id, share.ticket.share] = share
+            share.keep_digest()
+        share.ticket = msgspec.structs.replace(share.ticket, spans={})
+        self._ended[share.offer_id] = share
+        if len(self._ended) > ENDED_OFFERS:
+            _, forgotten = self._ended.popitem(last=False)
+            name = (forgotten.hold.request_id, forgotten.ticket.share)
+            if self._named.get(name) is forgotten:
+                del self._named[name]
 
     def _message(self, share: Share, effect: Effect, attempt: int) -> LinkMessage:
         request_id = share.hold.request_id

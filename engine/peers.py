@@ -39,6 +39,7 @@ from kvferry.protocol.link import (
     Refused,
     Registered,
     Revoked,
+    Sought,
     as_detail,
 )
 
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from kvferry.protocol.link import LinkMessage
     from kvferry.protocol.ticket import Contact, RankAddress, RankOffer, Ticket
 
-__all__ = ("Answer", "Peer", "Peers", "Subscriber")
+__all__ = ("Answer", "Peer", "Peers", "Subscriber", "sought")
 
 SWEEP_S = 60.0
 """Back-offs that nobody cares for any more are looked for at least as often."""
@@ -293,9 +294,8 @@ class Peers:
     ) -> None:
         (peer,) = self._known((key,))
         readers = self._config.rank.instance()
-        peer.link.post(
-            Decline(ticket.request_id, offer.offer_id, readers, as_detail(detail))
-        )
+        named = offer.offer_id or sought(ticket)
+        peer.link.post(Decline(ticket.request_id, named, readers, as_detail(detail)))
 
     def leave(self, sources: Sources) -> None:
         """The caller makes no more transfers of these sources, and none is in flight."""
@@ -494,6 +494,11 @@ def addressed(
         (EngineKey(instance.engine_id, rank.generation, rank.rank), rank)
         for rank in instance.ranks
     ]
+
+
+def sought(ticket: Ticket) -> Sought:
+    """The offers that a ticket does not tell the ids of."""
+    return Sought(ticket.digest, ticket.share, ticket.origin)
 
 
 async def _close(link: Link, detail: str, within_s: float) -> None:

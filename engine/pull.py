@@ -276,7 +276,9 @@ class _Pull:
             Planned(
                 wave_sources=tuple(wave.source for wave in self._reading.waves),
                 sources=len(sources.peers),
-                unready=tuple(i for i, offer in enumerate(offers) if not offer.ready),
+                unready=tuple(
+                    i for i, offer in enumerate(offers) if not offer.may_be_read
+                ),
             )
         )
 

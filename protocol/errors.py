@@ -20,7 +20,8 @@
     |   `-- OfferRefused         the producer has no such offer for this reader
     |       |-- UnknownOffer       never heard of, or long forgotten
     |       |-- OfferSpent         this reader is already done with it
-    |       `-- OfferWithdrawn     the producer took it back
+    |       |-- OfferWithdrawn     the producer took it back
+    |       `-- OfferDiffers       its ranks offer different things under one id
     |-- TransferError          the bytes: the request failed, a new one may work
     |   |-- TransferFailed       the transport reported a failure
     |   |-- LeaseExpired         the blocks were not held to the last byte
@@ -60,6 +61,7 @@ __all__ = (
     "InstanceIncomplete",
     "LeaseExpired",
     "MisuseError",
+    "OfferDiffers",
     "OfferRefused",
     "OfferSpent",
     "OfferWithdrawn",
@@ -233,6 +235,10 @@ class OfferSpent(OfferRefused):
 
 class OfferWithdrawn(OfferRefused):
     """The producer took the offer back before it was read."""
+
+
+class OfferDiffers(OfferRefused):
+    """The producer's ranks offer different things under one request id."""
 
 
 class TransferError(FerryError):

@@ -59,6 +59,21 @@ Attempt = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Readers = Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1, max_length=1024)]
 
 
+class Sought(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An offer of a rank whose ticket does not tell its id: one that a sibling made.
+
+    Attributes:
+        digest: Of what is offered (`Ticket.digest`): it is this, or it is refused.
+        share: Which share of it.
+        origin: The id of the offer that the ticket does tell: of two offers that are
+            alike it tells which one is meant.
+    """
+
+    digest: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    share: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    origin: OfferId
+
+
 class RefusedReason(enum.Enum):
     """Why the producer does not hold the offer for this reader."""
 
@@ -68,6 +83,8 @@ class RefusedReason(enum.Enum):
     EXPIRED = "expired"
     NOT_READY = "not_ready"
     """A reader said that it had read what was still being computed."""
+    DIFFERS = "differs"
+    """Under the same request id this rank offers something else."""
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
@@ -76,12 +93,13 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True
     It has no answer, unless it is refused: nobody waits for one.
 
     Attributes:
+        offer: Its id; until that is known, what it is of. It may not be made yet.
         readers: The consumer's ranks that read from this producer rank; it
             releases after exactly these.
     """
 
     request_id: RequestId
-    offer_id: OfferId
+    offer: OfferId | Sought
     attempt: Attempt
     readers: Readers
 
@@ -89,11 +107,16 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True
 class OfferReady(
     msgspec.Struct, frozen=True, tag="offer_ready", forbid_unknown_fields=True
 ):
-    """Producer: the blocks hold their bytes now; told to a reader whose ticket says
-    that they do not, when it happens and after each of its later renewals."""
+    """Producer: the blocks hold their bytes now; told to a reader whose ticket does not
+    say so, when it happens and after each of its later renewals.
+
+    Attributes:
+        offer_id: How it is called from now on.
+    """
 
     request_id: RequestId
     attempt: Attempt
+    offer_id: OfferId
 
 
 class ReadFinished(
@@ -134,11 +157,11 @@ class Decline(msgspec.Struct, frozen=True, tag="decline", forbid_unknown_fields=
     """Consumer: I am not going to read, or to go on reading.
 
     Attributes:
-        readers: As in `Renew`: it may be the first that the producer hears of us.
+        offer, readers: As in `Renew`: it may be the first that the producer hears of us.
     """
 
     request_id: RequestId
-    offer_id: OfferId
+    offer: OfferId | Sought
     readers: Readers
     detail: Detail = ""
 
@@ -262,17 +285,15 @@ class Revoked(msgspec.Struct, frozen=True, tag="revoked", forbid_unknown_fields=
 
 
 class Spare(msgspec.Struct, frozen=True, tag="spare", forbid_unknown_fields=True):
-    """Consumer: of these ranks of yours nobody reads anything for the request.
+    """Consumer: of these ranks of yours none of ours reads anything for the request.
 
     Attributes:
-        digest: Which offer is meant.
-        share: Which share of it.
-        ranks: Of the producer's instance.
+        offer: What it is of; None for a push.
+        ranks: Of the producer's instance: whoever gets it tells the others.
     """
 
     request_id: RequestId
-    digest: Annotated[str, msgspec.Meta(max_length=128)]
-    share: Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
+    offer: Sought | None
     ranks: Readers
 
 

@@ -14,6 +14,7 @@ import itertools
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 import structlog
 import torch
 import trio
@@ -39,6 +40,7 @@ from kvferry.engine.handshake import Credentials, answer
 from kvferry.protocol import ModelIdentity, Ticket
 from kvferry.protocol.handshake import Card
 from kvferry.protocol.identity import EngineKey
+from kvferry.protocol.manifest import Manifest, Member
 from kvferry.protocol.ticket import RankOffer, TicketSpan
 
 if TYPE_CHECKING:
@@ -332,6 +334,17 @@ class World:
             at_base(decode)
 
     @asynccontextmanager
+    async def whole(
+        self, engine_id: str, pools: Sequence[Pool], **config: Any
+    ) -> AsyncIterator[list[TransferEngine]]:
+        """The same, and every rank knows all the others."""
+        async with self.instance(engine_id, pools, **config) as engines:
+            manifest = Manifest(engine_id, tuple(map(member, engines)))
+            for engine in engines:
+                engine._instance.manifest = manifest
+            yield engines
+
+    @asynccontextmanager
     async def instance(
         self, engine_id: str, pools: Sequence[Pool], **config: Any
     ) -> AsyncIterator[list[TransferEngine]]:
@@ -440,6 +453,12 @@ class Steps(trio.abc.Instrument):
 
     def __exit__(self, *_exc: object) -> None:
         trio.lowlevel.remove_instrument(self)
+
+
+def member(engine: TransferEngine) -> Member:
+    """A rank as its instance's manifest names it."""
+    layout = msgspec.structs.replace(engine._cache.layout, regions=())
+    return Member(engine.key.rank, engine.key.generation, *address(engine), layout)
 
 
 def agent(engine: TransferEngine) -> str:

@@ -44,7 +44,7 @@ LAYERS = (
     "engine.peers engine.sources engine.listener engine.targets",
     "engine.instance engine.asking",
     "engine.services",
-    "engine.reading engine.dialogue engine.shares engine.delivery engine.holds",
+    "engine.reading engine.dialogue engine.shares engine.delivery engine.holds engine.parking engine.siblings",
     # services
     "engine.offer engine.pull engine.push engine.landing",
     # face

@@ -86,13 +86,16 @@ class Wire(NamedTuple):
         return msgspec.msgpack.decode(self.payload)
 
 
+SOUGHT = link.Sought("ab" * 32, 1, "o")
 MESSAGES: tuple[link.LinkMessage, ...] = (
     link.Renew("r", "o", 3, (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))),
     link.ReadFinished("r", "o", 3),
     link.Confirmed(KEY, "r", 3, 7),
     link.Refused("r", 3, link.RefusedReason.WITHDRAWN),
     link.Decline("r", "o", (Rank(),), "why"),
-    link.OfferReady("r", 3),
+    link.Decline("r", SOUGHT, (Rank(),), "why"),
+    link.OfferReady("r", 3, "o"),
+    link.Spare("r", SOUGHT, (Rank(),)),
     link.Claim(7, (msgspec.structs.replace(LAYOUT, regions=()),)),
     link.Register(
         "r",

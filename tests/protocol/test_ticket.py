@@ -131,7 +131,7 @@ def test_a_value_out_of_its_bounds_is_no_ticket(name: str, value: object) -> Non
         Ticket.from_dict({**TICKET.to_dict(), name: value})
 
 
-REQUIRED = TICKET.to_dict().keys() - {"share", "protocol"}
+REQUIRED = TICKET.to_dict().keys() - {"share", "instance", "protocol"}
 
 
 @pytest.mark.parametrize("name", sorted(REQUIRED))
