@@ -24,7 +24,7 @@ LAYERS = (
     # words
     "protocol.errors protocol.ranges protocol.version protocol.layout",
     # messages
-    "protocol.identity protocol.failure protocol.manifest protocol.ticket protocol.notices protocol.handshake protocol.link",
+    "protocol.identity protocol.signing protocol.failure protocol.manifest protocol.ticket protocol.notices protocol.handshake protocol.link",
     # mechanics
     "protocol.framing protocol.lifecycle",
     # the face of the protocol
