@@ -32,6 +32,7 @@ MAX_TICKET_BYTES = 16 * 1024 * 1024
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Protocol = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+InstanceId = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class RankOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,12 +71,15 @@ class Contact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         ranks: Every rank of the instance.
+        instance: Which starts of its ranks these are (`Manifest.id`); empty if nobody
+            has told.
     """
 
     engine_id: Name
     ranks: Annotated[
         tuple[RankAddress, ...], msgspec.Meta(min_length=1, max_length=1024)
     ]
+    instance: InstanceId = ""
 
     def __post_init__(self) -> None:
         """Refuse a rank that is listed twice: its bytes would be expected twice."""
