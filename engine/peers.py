@@ -19,6 +19,7 @@ import trio
 
 from kvferry.engine.dials import Dials
 from kvferry.engine.guard import guarded
+from kvferry.engine.handshake import greet
 from kvferry.engine.link import GOODBYE_S, Link
 from kvferry.engine.sources import Preparer
 from kvferry.protocol.errors import (
@@ -165,10 +166,9 @@ class Peers:
         self._peers: dict[EngineKey, Peer] = {}
         self._dials = Dials(
             config,
-            ours,
             streams,
             nursery,
-            on_connected=self._connected,
+            talk=self._greet,
             rng=random.Random(fabric.name),  # noqa: S311 - no secret
             log=log,
         )
@@ -182,7 +182,7 @@ class Peers:
         return len(self._peers)
 
     @property
-    def dials(self) -> Dials:
+    def dials(self) -> Dials[EngineKey, None]:
         """How they are reached."""
         return self._dials
 
@@ -403,7 +403,8 @@ class Peers:
         for peer in peers:
             peer.used_at = now
 
-    def _connected(self, key: EngineKey, card: Card, framed: FramedStream) -> None:
+    async def _greet(self, key: EngineKey, framed: FramedStream) -> None:
+        card = await greet(framed, self._ours, key)
         link = Link(
             framed,
             key,

@@ -194,14 +194,22 @@ class HandshakeRefused(PeerError):
     """The two sides differ, or the peer did not prove the shared secret.
 
     Attributes:
+        reason: In one word, as the protocol has it: ``secret``, ``busy``,
+            ``incomplete``, ``certificate``, ...; empty when there is none for it.
         differences: Each factor that differs, with both values; empty when the
             refusal is not about a comparison.
     """
 
     def __init__(
-        self, detail: str, *, differences: Sequence[str] = (), peer: str | None = None
+        self,
+        detail: str,
+        *,
+        reason: str = "",
+        differences: Sequence[str] = (),
+        peer: str | None = None,
     ) -> None:
         super().__init__(detail, peer=peer)
+        self.reason = reason
         self.differences = tuple(differences)
 
 

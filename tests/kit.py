@@ -36,9 +36,9 @@ from kvferry.engine import (
     tp_shard,
 )
 from kvferry.engine.fabric import MemoryNetwork, MemoryStreams
-from kvferry.engine.handshake import Credentials, answer
+from kvferry.engine.handshake import Credentials, Welcome, receive_call
 from kvferry.protocol import ModelIdentity, Ticket
-from kvferry.protocol.handshake import Card
+from kvferry.protocol.handshake import Card, Purpose, Refusal, encode_card
 from kvferry.protocol.identity import EngineKey
 from kvferry.protocol.manifest import Manifest, Member
 from kvferry.protocol.ticket import RankOffer, TicketSpan
@@ -406,6 +406,22 @@ class World:
             processors=[keep],
             wrapper_class=structlog.make_filtering_bound_logger(0),
         )
+
+
+async def answer(framed: FramedStream, ours: Credentials) -> tuple[EngineKey, Card]:
+    """The listener's side of a link's handshake, by hand: who dialled, and its card."""
+
+    def welcome(
+        key: EngineKey,
+        _purpose: Purpose,
+        body: bytes,
+    ) -> Welcome[tuple[EngineKey, Card]] | Refusal:
+        card = ours.read_card(body)
+        if isinstance(card, Refusal):
+            return card
+        return Welcome(encode_card(ours.card), (key, card))
+
+    return await receive_call(framed, ours, welcome)
 
 
 def offer_all(

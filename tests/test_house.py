@@ -24,7 +24,7 @@ LAYERS = (
     # words
     "protocol.errors protocol.ranges protocol.version protocol.layout",
     # messages
-    "protocol.identity protocol.failure protocol.manifest protocol.ticket protocol.notices protocol.handshake protocol.link",
+    "protocol.identity protocol.signing protocol.failure protocol.manifest protocol.ticket protocol.notices protocol.handshake protocol.link",
     # mechanics
     "protocol.framing protocol.lifecycle",
     # the face of the protocol
@@ -42,7 +42,7 @@ LAYERS = (
     # others
     "engine.link engine.handshake engine.dials",
     "engine.peers engine.sources engine.listener engine.targets",
-    "engine.instance engine.asking",
+    "engine.ballots engine.agreements engine.instance engine.asking",
     "engine.services",
     "engine.reading engine.dialogue engine.shares engine.delivery engine.holds engine.parking engine.siblings",
     # services
