@@ -11,11 +11,13 @@ import math
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
 import trio
 
 from kvferry.engine.after import check_after
 from kvferry.engine.agents import Agents
 from kvferry.engine.arguments import check_request_id, plain_span, whole
+from kvferry.engine.asking import Asks
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.handshake import Credentials
 from kvferry.engine.holds import Offer, ticket_spans
@@ -30,6 +32,7 @@ from kvferry.engine.pump import Pump
 from kvferry.engine.push import Pushes, PushRequest
 from kvferry.engine.quarantine import Quarantine
 from kvferry.engine.rearrange import Rearranger
+from kvferry.engine.routes import Routes
 from kvferry.engine.services import Services
 from kvferry.engine.staging import Staging
 from kvferry.engine.traffic import Traffic
@@ -43,6 +46,7 @@ from kvferry.protocol.errors import (
     UnknownBlock,
 )
 from kvferry.protocol.handshake import Card
+from kvferry.protocol.link import Spare
 from kvferry.protocol.notices import decode_notice
 from kvferry.protocol.ticket import Contact, RankAddress, Ticket
 
@@ -60,7 +64,7 @@ if TYPE_CHECKING:
     from kvferry.engine.report import PushReport, TransferReport
     from kvferry.engine.spans import Span
     from kvferry.engine.streams import BoundListener, Streams
-    from kvferry.protocol.identity import EngineKey
+    from kvferry.protocol.identity import EngineKey, Rank
     from kvferry.protocol.link import LinkMessage
 
 __all__ = ("TransferEngine",)
@@ -120,6 +124,10 @@ class TransferEngine:
             staging=self._staging,
             log=log,
         )
+        self._asks = Asks()
+        self._routes = Routes(
+            config, cache.layout, instance=self._instance, asks=self._asks
+        )
         services = Services(
             config,
             key,
@@ -128,6 +136,7 @@ class TransferEngine:
             pump=self._pump,
             traffic=self._traffic,
             peers=self._peers,
+            routes=self._routes,
             staging=self._staging,
             rearranger=Rearranger(cache.storages()),
             finish=FinishStage(cache),
@@ -139,9 +148,9 @@ class TransferEngine:
         self._pulls = Pulls(services)
         self._pushes = Pushes(services, agents)
         self._landings = Landings(services)
-        self._listener = Listener(
-            config, ours, service=_Links(self._offers, self._pushes), log=log
-        )
+        self._links = _Links(self._offers, self._pushes, self._instance, log=log)
+        self._instance.on_relayed = self._links.on_relayed
+        self._listener = Listener(config, ours, service=self._links, log=log)
 
     def offer(
         self,
@@ -419,13 +428,16 @@ class TransferEngine:
     async def decline(self, ticket: Ticket) -> None:
         """Tell the producer that a ticket will not be read: it is freed at once.
 
+        With several ranks, once each of them has said so.
+
         Raises:
             PeerError: The producer could not be told; its lease will end the offer.
             EngineClosed: The engine is closing.
         """
         with _naming(ticket.request_id, ticket.engine_id, phase="declining"):
             self._check_open()
-            await self._peers.decline(ticket, "declined")
+            party = await self._routes.find(ticket)
+            await self._peers.decline(ticket, party, "declined")
 
     @property
     def backlog_bytes(self) -> int:
@@ -589,17 +601,45 @@ class TransferEngine:
 class _Links:
     """What consumers bring over their links, to whom it is for."""
 
-    def __init__(self, offers: Offers, pushes: Pushes) -> None:
+    def __init__(
+        self,
+        offers: Offers,
+        pushes: Pushes,
+        instance: Instance,
+        *,
+        log: FilteringBoundLogger,
+    ) -> None:
         self._offers = offers
         self._pushes = pushes
+        self._instance = instance
+        self._log = log
 
     def on_open(self, link: Link, card: Card) -> None:
         self._offers.on_open(link, card)
         self._pushes.on_open(link, card)
 
     def on_message(self, link: Link, message: LinkMessage) -> None:
-        if not self._pushes.on_message(link, message):
+        if isinstance(message, Spare):
+            self._pass_on(message)
+        elif not self._pushes.on_message(link, message):
             self._offers.on_message(link, message)
+
+    def _pass_on(self, message: Spare) -> None:
+        """Tell each rank that is named, ourselves perhaps among them."""
+        for rank in message.ranks:
+            its_own = msgspec.structs.replace(message, ranks=(rank,))
+            try:
+                self._instance.send(rank, its_own)
+            except FerryError as error:
+                # Nobody waits for it: its lease, or its deadline, ends it.
+                self._log.debug("not_passed_on", rank=str(rank), error=str(error))
+
+    def on_relayed(self, rank: Rank, message: Spare) -> None:  # noqa: ARG002 - whoever
+        """A rank of ours has been told that we are not needed."""
+        if message.offer is None:
+            self._pushes.spare(message.request_id)
+        else:
+            self._offers.spare(message)
 
     def on_end(self, link: Link, cause: FerryError) -> None:
         self._offers.on_end(link, cause)

@@ -235,8 +235,6 @@ class Offers:
         match message:
             case Renew() | Decline():
                 self._hear(link, message, message.offer)
-            case Spare(offer=Sought()):
-                self.spare(message)
             case ReadFinished():
                 share = self._find(message.request_id, message.offer_id)
                 if share is None:

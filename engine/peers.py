@@ -13,7 +13,7 @@ from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -30,7 +30,6 @@ from kvferry.protocol.errors import (
     PeerUnreachable,
     ProtocolViolation,
 )
-from kvferry.protocol.identity import EngineKey
 from kvferry.protocol.link import (
     Aborted,
     Confirmed,
@@ -41,6 +40,7 @@ from kvferry.protocol.link import (
     Registered,
     Revoked,
     Sought,
+    Spare,
     as_detail,
 )
 
@@ -54,12 +54,14 @@ if TYPE_CHECKING:
     from kvferry.engine.fabric.base import Fabric
     from kvferry.engine.handshake import Credentials
     from kvferry.engine.link import FramedStream
+    from kvferry.engine.party import Party
     from kvferry.engine.sources import Sources
     from kvferry.engine.staging import Staging
     from kvferry.engine.streams import Streams
     from kvferry.protocol.handshake import Card
+    from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.link import LinkMessage
-    from kvferry.protocol.ticket import Contact, RankAddress, RankOffer, Ticket
+    from kvferry.protocol.ticket import RankAddress, RankOffer, Ticket
 
 __all__ = ("Answer", "Peer", "Peers", "Subscriber", "sought")
 
@@ -186,19 +188,18 @@ class Peers:
         """How they are reached."""
         return self._dials
 
-    def sources_now(self, ticket: Ticket) -> Sources | None:
-        """As `sources`, if all of the ticket's ranks are connected; None if not."""
-        keys = tuple(key for key, _ in addressed(ticket))
-        sources = self._sources.get(keys)
+    def sources_now(self, party: Party[RankOffer]) -> Sources | None:
+        """As `sources`, if all of them are connected; None if not."""
+        sources = self._sources.get(party.keys)
         if sources is None:
-            if not all(key in self._peers for key in keys):
+            if not all(key in self._peers for key in party.keys):
                 return None
-            sources = self._prepare(keys)
+            sources = self._prepare(party)
         sources.users += 1
         return sources
 
-    async def sources(self, ticket: Ticket) -> Sources:
-        """Connect the ticket's ranks and prepare reading from them.
+    async def sources(self, party: Party[RankOffer]) -> Sources:
+        """Connect the ranks and prepare reading from them.
 
         Counts the caller as a user: call `leave` when it makes no more transfers
         and none is in flight.
@@ -209,36 +210,31 @@ class Peers:
             MisuseError: As many peers as ``max_peers`` allows are in use.
             EngineClosed: The engine is closing.
         """
-        offers = addressed(ticket)
-        keys = tuple(key for key, _ in offers)
-        with self._wanting(keys):
-            await self._connect_all(offers)
-            sources = self._sources.get(keys) or self._prepare(keys)
+        with self._wanting(party.keys):
+            await self._connect_all(party)
+            sources = self._sources.get(party.keys) or self._prepare(party)
             sources.users += 1
         return sources
 
-    def hold(self, contact: Contact) -> Callable[[], None]:
-        """Keep the ranks of a contact, once they are connected, until the result is
-        called."""
-        keys = [key for key, _ in addressed(contact)]
+    def hold(self, keys: Sequence[EngineKey]) -> Callable[[], None]:
+        """Keep these ranks, once they are connected, until the result is called."""
         self._wanted.update(keys)
         return partial(self._let_idle, keys)
 
-    async def connected(self, contact: Contact) -> tuple[Peer, ...]:
-        """Connect all ranks of a contact.
+    async def connected(self, party: Party[RankAddress]) -> tuple[Peer, ...]:
+        """Connect all of them.
 
         Raises:
             PeerError: A rank cannot be reached, refuses, or is somebody else.
             MisuseError: As many peers as ``max_peers`` allows are in use.
             EngineClosed: The engine is closing.
         """
-        ranks = addressed(contact)
-        await self._connect_all(ranks)
-        return self._known(tuple(key for key, _ in ranks))
+        await self._connect_all(party)
+        return self._known(party.keys)
 
-    def known(self, contact: Contact) -> list[Peer]:
-        """Those ranks of a contact that are connected now."""
-        return [self._peers[key] for key, _ in addressed(contact) if key in self._peers]
+    def known(self, keys: Iterable[EngineKey]) -> list[Peer]:
+        """Those that are connected now."""
+        return [self._peers[key] for key in keys if key in self._peers]
 
     async def reach(self, key: EngineKey, address: RankAddress) -> Peer:
         """Connect one rank.
@@ -250,52 +246,57 @@ class Peers:
         return self._known((key,))[0]
 
     async def decline(
-        self, ticket: Ticket, detail: str, *, may_dial: bool = True
+        self,
+        ticket: Ticket,
+        party: Party[RankOffer],
+        detail: str,
+        *,
+        may_dial: bool = True,
     ) -> None:
-        """Tell every rank of a ticket that it will not be read, or not further.
+        """Tell the ranks that a ticket will not be read, or not further.
 
         Args:
             ticket: The ticket.
+            party: Whom it is about; the first that hears of it passes on who is spare.
             detail: Why.
             may_dial: Dial ranks that are not connected, rather than pass them over.
 
         Raises:
             PeerError: A rank could not be told; its lease will end.
         """
-        offers = [
-            (key, offer)
-            for key, offer in addressed(ticket)
-            if may_dial or key in self._peers
-        ]
         errors: list[FerryError] = []
+        spare = list(party.spare)
         # After that nothing is held any more that could be freed.
         limit_s = min(ticket.lease_s, self._config.pull_deadline_s)
 
-        async def tell(key: EngineKey, offer: RankOffer) -> None:
+        async def tell(number: int) -> None:
+            key, offer = party.keys[number], party.ranks[number]
             try:
                 with trio.fail_after(limit_s):
                     await self._connect(key, offer)
-                self._post_decline(ticket, key, offer, detail)
+                (peer,) = self._known((key,))
+                named, readers = offer.offer_id or sought(ticket), party.readers[number]
+                peer.link.post(
+                    Decline(ticket.request_id, named, readers, as_detail(detail))
+                )
+                if spare:
+                    peer.link.post(
+                        Spare(ticket.request_id, sought(ticket), tuple(spare))
+                    )
+                    spare.clear()
             except FerryError as error:
                 errors.append(error)
             except trio.TooSlowError:
                 errors.append(PeerUnreachable("not told in time", peer=str(key)))
 
         # Each by itself: a rank that is gone must not keep the word from the others.
-        with self._wanting([key for key, _ in offers]):
+        with self._wanting(party.keys):
             async with trio.open_nursery() as nursery:
-                for key, offer in offers:
-                    nursery.start_soon(tell, key, offer)
+                for number, key in enumerate(party.keys):
+                    if may_dial or key in self._peers:
+                        nursery.start_soon(tell, number)
         if errors:
             raise errors[0]
-
-    def _post_decline(
-        self, ticket: Ticket, key: EngineKey, offer: RankOffer, detail: str
-    ) -> None:
-        (peer,) = self._known((key,))
-        readers = self._config.rank.instance()
-        named = offer.offer_id or sought(ticket)
-        peer.link.post(Decline(ticket.request_id, named, readers, as_detail(detail)))
 
     def leave(self, sources: Sources) -> None:
         """The caller makes no more transfers of these sources, and none is in flight."""
@@ -331,10 +332,11 @@ class Peers:
             for peer in tuple(self._peers.values()):
                 nursery.start_soon(_close, peer.link, "the engine is closing", within_s)
 
-    async def _connect_all(
-        self, offers: Sequence[tuple[EngineKey, RankAddress | RankOffer]]
-    ) -> None:
-        missing = [item for item in offers if item[0] not in self._peers]
+    async def _connect_all(self, party: Party[RankOffer] | Party[RankAddress]) -> None:
+        named: Iterable[tuple[EngineKey, RankOffer | RankAddress]] = zip(
+            party.keys, party.ranks, strict=True
+        )
+        missing = [item for item in named if item[0] not in self._peers]
         if len(missing) <= 1:
             for key, address in missing:
                 await self._connect(key, address)
@@ -450,8 +452,9 @@ class Peers:
         self._disconnect_unused(peer)
         self._log.info("peer_forgotten", peer=str(peer.key), cause=str(cause))
 
-    def _prepare(self, keys: tuple[EngineKey, ...]) -> Sources:
-        sources = self._sources[keys] = self._preparer.prepare(self._known(keys))
+    def _prepare(self, party: Party[RankOffer]) -> Sources:
+        sources = self._preparer.prepare(self._known(party.keys), party.layouts)
+        self._sources[party.keys] = sources
         self._undiscarded[sources] = None
         return sources
 
@@ -477,24 +480,6 @@ class Peers:
         )
         if all(other is not peer for other in peers):
             self._agents.let_go(peer.agent, peer)
-
-
-@overload
-def addressed(instance: Ticket) -> list[tuple[EngineKey, RankOffer]]: ...
-
-
-@overload
-def addressed(instance: Contact) -> list[tuple[EngineKey, RankAddress]]: ...
-
-
-def addressed(
-    instance: Ticket | Contact,
-) -> Sequence[tuple[EngineKey, RankOffer | RankAddress]]:
-    """Every rank of a ticket or a contact: who it is, and where it listens."""
-    return [
-        (EngineKey(instance.engine_id, rank.generation, rank.rank), rank)
-        for rank in instance.ranks
-    ]
 
 
 def sought(ticket: Ticket) -> Sought:

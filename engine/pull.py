@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvferry.engine.after import After
+    from kvferry.engine.party import Party
     from kvferry.engine.selection import Selection, Tail
     from kvferry.engine.services import Services
     from kvferry.engine.sources import Sources
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.lifecycle.machine import Effect
     from kvferry.protocol.ranges import Ranges
-    from kvferry.protocol.ticket import Ticket
+    from kvferry.protocol.ticket import RankOffer, Ticket
 
 __all__ = ("PullRequest", "Pulls")
 
@@ -236,20 +237,22 @@ class _Pull:
     def _connect(self) -> None:
         """Peers that are there already cost no task."""
         try:
-            sources = self._services.peers.sources_now(self._ticket)
-            if sources is None:
+            party = self._services.routes.now(self._ticket)
+            sources = party and self._services.peers.sources_now(party)
+            if party is None or sources is None:
                 self._aside.start(self._reach)
             else:
-                self._plan(sources)
+                self._plan(sources, party)
         except FerryError as error:
             self._fail(error)
 
     async def _reach(self) -> None:
-        self._plan(await self._services.peers.sources(self._ticket))
+        party = await self._services.routes.find(self._ticket)
+        self._plan(await self._services.peers.sources(party), party)
 
-    def _plan(self, sources: Sources) -> None:
+    def _plan(self, sources: Sources, party: Party[RankOffer]) -> None:
         self._sources = sources
-        self._dialogue.begin(sources.peers)
+        self._dialogue.begin(sources.peers, party)
         started_at = trio.current_time()
         self._selection = sources.plan.select(
             num_tokens=self._ticket.num_tokens,
@@ -271,7 +274,7 @@ class _Pull:
             log=self._log,
         )
         self._plan_s = trio.current_time() - started_at
-        offers = self._ticket.ranks
+        offers = party.ranks
         self.feed(
             Planned(
                 wave_sources=tuple(wave.source for wave in self._reading.waves),

@@ -303,6 +303,14 @@ class World:
         self.streams = MemoryStreams()
         self.events: list[dict[str, Any]] = []
         self.numbers = itertools.count()
+        self.manifests: dict[str, Manifest] = {}
+        self.asked = 0
+
+    async def fetch(self, engine_id: str, _host: str, _port: int) -> Manifest:
+        """A manifest, as any of its ranks tells it."""
+        self.asked += 1
+        await trio.sleep(0.01)
+        return self.manifests[engine_id]
 
     @asynccontextmanager
     async def engine(
@@ -317,6 +325,7 @@ class World:
             streams=self.streams,
             logger=self.logger(),
         ) as engine:
+            engine._asks.fetch = self.fetch
             yield engine
 
     @asynccontextmanager
@@ -340,8 +349,15 @@ class World:
         """The same, and every rank knows all the others."""
         async with self.instance(engine_id, pools, **config) as engines:
             manifest = Manifest(engine_id, tuple(map(member, engines)))
+            self.manifests[engine_id] = manifest
+            by_rank = {engine.key.rank: engine for engine in engines}
+
+            def send(rank: Rank, message: Any) -> None:
+                by_rank[rank]._instance.on_relayed(rank, message)
+
             for engine in engines:
                 engine._instance.manifest = manifest
+                engine._instance.send = send
             yield engines
 
     @asynccontextmanager

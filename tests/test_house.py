@@ -33,7 +33,7 @@ LAYERS = (
     "engine.errors engine.cost engine.config engine.report engine.spans engine.tensors engine.validity",
     "engine.arguments engine.cache engine.coverage engine.runs",
     "engine.sections engine.images engine.selection",
-    "engine.plan engine.claims engine.readers engine.readiness engine.explain",
+    "engine.plan engine.claims engine.readers engine.party engine.readiness engine.explain",
     # hands
     "engine.fabric engine.streams engine.quarantine engine.guard engine.alarm",
     # motion
@@ -43,7 +43,7 @@ LAYERS = (
     "engine.link engine.handshake engine.dials",
     "engine.peers engine.sources engine.listener engine.targets",
     "engine.ballots engine.agreements engine.instance engine.asking",
-    "engine.services",
+    "engine.routes engine.services",
     "engine.reading engine.dialogue engine.shares engine.delivery engine.holds engine.parking engine.siblings",
     # services
     "engine.offer engine.pull engine.push engine.landing",
