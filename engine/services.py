@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     import trio
     from structlog.typing import FilteringBoundLogger
 
+    from kvferry.engine.asking import Asks
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.fabric.base import Fabric
     from kvferry.engine.finish import FinishStage
+    from kvferry.engine.instance import Instance
     from kvferry.engine.peers import Peers
     from kvferry.engine.pump import Pump
     from kvferry.engine.quarantine import Quarantine
@@ -42,6 +44,8 @@ class Services:
     pump: Pump
     traffic: Traffic
     peers: Peers
+    instance: Instance
+    asks: Asks
     staging: Staging
     rearranger: Rearranger
     finish: FinishStage
