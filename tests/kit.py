@@ -307,12 +307,13 @@ class World:
         self, engine_id: str, pool: Pool, **config: Any
     ) -> AsyncIterator[TransferEngine]:
         """Open an engine; its fabric is called ``<engine_id>-<number>``."""
+        streams = config.pop("streams", self.streams)
         settings = {**LOOKS, "engine_id": engine_id, "identity": IDENTITY, **config}
         async with open_engine(
             EngineConfig(**settings),
             pool.cache,
             fabric=self.network.fabric(f"{engine_id}-{next(self.numbers)}"),
-            streams=self.streams,
+            streams=streams,
             logger=self.logger(),
         ) as engine:
             yield engine
@@ -344,6 +345,25 @@ class World:
                 )
                 for pool, rank in zip(pools, ranks, strict=True)
             ]
+
+    @asynccontextmanager
+    async def joined(
+        self, engine_id: str, pools: Sequence[Pool], **config: Any
+    ) -> AsyncIterator[list[TransferEngine]]:
+        """As `instance`, and they have joined the first of them."""
+        first, *others = Rank(tp_size=len(pools)).instance()
+        async with AsyncExitStack() as stack:
+            lead = await stack.enter_async_context(
+                self.engine(engine_id, pools[0], rank=first, **config)
+            )
+            settings = {"join": address(lead), **config}
+            engines = [lead]
+            for pool, rank in zip(pools[1:], others, strict=True):
+                member = self.engine(engine_id, pool, rank=rank, **settings)
+                engines.append(await stack.enter_async_context(member))
+            for engine in engines:
+                await engine.instance_ready(10.0)
+            yield engines
 
     async def start(
         self, nursery: trio.Nursery, engine_id: str, pool: Pool, **config: Any
@@ -485,6 +505,9 @@ def at_base(engine: TransferEngine, *, kept: int = 0) -> None:
         "quarantine",
         "unsettled_transfers",
         "staging_berths_taken",
+        "agreements",
+        "ballots",
+        "asks",
     ):
         assert live[name] == 0, live
     assert live["fabric_transfers"] <= kept, live
