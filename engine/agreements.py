@@ -9,7 +9,7 @@ ourselves that it failed. "Done" is never said without its word.
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import trio
@@ -51,6 +51,7 @@ class _Agreement:
         concluded: Set with the verdict; what it is does not change then.
         failure: The verdict; None for done.
         own: What the work has failed with here.
+        voted: The failure that we have told the others, if any.
     """
 
     def __init__(self, instance: str, deadline_at: float) -> None:
@@ -60,6 +61,7 @@ class _Agreement:
         self.concluded = trio.Event()
         self.failure: Failure | None = None
         self.own: FerryError | None = None
+        self.voted: Failure | None = None
 
     def conclude(self, failure: Failure | None) -> None:
         if self.concluded.is_set():
@@ -156,7 +158,16 @@ class Agreements:
         """
         self._check_fresh(key)
         _remember(self._spent, key, None)
-        self._send(key, _Agreement("", trio.current_time()), self._told(error))
+        with suppress(FerryError):
+            self._cast(Vote(key, "", 0.0, self._told(error)))
+
+    def close(self) -> None:
+        """Fail all of them: the engine is closing."""
+        ours = EngineClosed("the engine is closing")
+        for key, agreement in tuple(self._open.items()):
+            if not agreement.concluded.is_set():
+                agreement.conclude(failure_of(ours, self._key.rank))
+                self._send(key, agreement, self._told(ours))
 
     @contextmanager
     def _begun(
@@ -205,7 +216,7 @@ class Agreements:
 
     def _verdict_of(self, agreement: _Agreement, failure: Failure) -> FerryError:
         own = agreement.own
-        if own is not None and failure.origin == self._key.rank:
+        if own is not None and failure == agreement.voted:
             own.origin = str(failure.origin)
             return own
         error = failure.error()
@@ -224,6 +235,7 @@ class Agreements:
     def _send(self, key: str, agreement: _Agreement, failure: Failure | None) -> None:
         left_s = agreement.deadline_at - trio.current_time()
         wait_s = min(max(left_s, 0.0), LONGEST_WAIT_S)
+        agreement.voted = failure
         try:
             self._cast(Vote(key, agreement.instance, wait_s, failure))
         except FerryError as error:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import trio
@@ -21,7 +22,7 @@ from kvferry.engine.asking import Asks
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.handshake import Credentials
 from kvferry.engine.holds import Offer, ticket_spans
-from kvferry.engine.instance import Instance
+from kvferry.engine.instance import Instance, contact_of
 from kvferry.engine.landing import LandingRequest, Landings
 from kvferry.engine.link import GOODBYE_S
 from kvferry.engine.listener import Listener
@@ -38,6 +39,7 @@ from kvferry.engine.staging import Staging
 from kvferry.engine.traffic import Traffic
 from kvferry.protocol.errors import (
     ConfigError,
+    DeadlineExceeded,
     EngineClosed,
     FerryError,
     FerryInternalError,
@@ -48,10 +50,17 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.handshake import Card
 from kvferry.protocol.link import Spare
 from kvferry.protocol.notices import decode_notice
-from kvferry.protocol.ticket import Contact, RankAddress, Ticket
+from kvferry.protocol.ticket import Contact, Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import (
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from structlog.typing import FilteringBoundLogger
 
@@ -68,6 +77,8 @@ if TYPE_CHECKING:
     from kvferry.protocol.link import LinkMessage
 
 __all__ = ("TransferEngine",)
+
+T = TypeVar("T")
 
 
 class TransferEngine:
@@ -108,10 +119,6 @@ class TransferEngine:
             config.secret,
             config.skip_groups,
         )
-        self._instance = Instance()
-        self._offers = Offers(
-            key, config, self._pump, nursery, instance=self._instance, log=log
-        )
         self._staging = Staging(config, fabric)
         agents = Agents(fabric, log=log)
         self._peers = Peers(
@@ -124,10 +131,24 @@ class TransferEngine:
             staging=self._staging,
             log=log,
         )
-        self._asks = Asks()
+        rng = random.Random(str(key))  # noqa: S311 - no secret
+        self._instance = Instance(config, ours, streams, rng=rng, log=log)
+        self._asks = Asks(
+            config,
+            ours,
+            streams,
+            nursery,
+            turns=self._peers.dials.turns,
+            rng=rng,
+            log=log,
+        )
+        self._offers = Offers(
+            key, config, self._pump, nursery, instance=self._instance, log=log
+        )
         self._routes = Routes(
             config, cache.layout, instance=self._instance, asks=self._asks
         )
+        self._peers.on_forgotten = self._routes.forget
         services = Services(
             config,
             key,
@@ -148,9 +169,11 @@ class TransferEngine:
         self._pulls = Pulls(services)
         self._pushes = Pushes(services, agents)
         self._landings = Landings(services)
-        self._links = _Links(self._offers, self._pushes, self._instance, log=log)
-        self._instance.on_relayed = self._links.on_relayed
-        self._listener = Listener(config, ours, service=self._links, log=log)
+        links = _Links(self._offers, self._pushes, self._instance, log=log)
+        self._instance.on_relayed = links.on_relayed
+        self._listener = Listener(
+            config, ours, service=links, instance=self._instance, log=log
+        )
 
     def offer(
         self,
@@ -268,16 +291,109 @@ class TransferEngine:
 
     @property
     def contact(self) -> Contact:
-        """Where this rank listens: for consumers that expect a push from it.
+        """Where our instance listens: for consumers that expect a push from it.
+
+        Of all its ranks, once they have joined; of this rank alone, if they never had.
 
         Raises:
-            ConfigError: The engine has no listener.
+            ConfigError: A rank has no listener.
+            InstanceIncomplete: A rank was lost.
         """
-        if self.address is None:
-            raise ConfigError("an engine with listen=None cannot be pushed from")
-        host, port = self.address
-        address = RankAddress(self.key.rank, self.key.generation, host, port)
-        return Contact(self.key.engine_id, (address,))
+        return self._instance.contact(self.address)
+
+    async def instance_ready(self, deadline_s: float | None = None) -> None:
+        """Wait until all ranks of our instance have joined, in whatever order.
+
+        Args:
+            deadline_s: Seconds until it fails; ``instance_deadline_s`` of the
+                configuration by default.
+
+        Raises:
+            InstanceIncomplete: They have not; the detail names who is missing, there
+                twice, or of another size or model.
+            EngineClosed: The engine is closing.
+        """
+        limit_s = self.config.instance_deadline_s if deadline_s is None else deadline_s
+        await self._instance.wait_ready(self._deadline_at(limit_s))
+
+    async def discover(
+        self,
+        engine_id: str,
+        address: tuple[str, int],
+        *,
+        deadline_s: float | None = None,
+    ) -> Contact:
+        """Ask any one rank of another instance where all of its ranks are.
+
+        The address is the caller's word: it is dialled.
+
+        Args:
+            engine_id: Of the instance.
+            address: Host and port of one of its ranks.
+            deadline_s: Seconds until it fails; ``connect_timeout_s`` from when it is
+                its turn by default.
+
+        Raises:
+            InstanceIncomplete: Ranks of it have not joined yet; the detail names them.
+            PeerError: Nobody answers, or not the right one, or it refuses.
+            ConfigError: A rank of it has no listener.
+            DeadlineExceeded: The deadline has passed.
+            EngineClosed: The engine is closing.
+        """
+        self._check_open()
+        host, port = address
+        limit_s = math.inf if deadline_s is None else deadline_s
+        with trio.move_on_at(self._deadline_at(limit_s)):
+            return contact_of(await self._asks.fetch(engine_id, host, port))
+        raise DeadlineExceeded(
+            "the instance did not answer in time", peer=f"{engine_id}@{host}:{port}"
+        )
+
+    async def agree(
+        self,
+        key: str,
+        work: Callable[[], Awaitable[T]],
+        *,
+        deadline_s: float | None = None,
+    ) -> T:
+        """Do this rank's part of what all ranks of our instance do, for one outcome.
+
+        ::
+
+            pull = partial(engine.pull, ticket, blocks)
+            report = await engine.agree(f"pull {request_id}", pull)
+
+        Called on every rank with the same key. It returns when every rank's work is
+        done; the first failure is told to all at once: they cancel their work, which
+        drains as ever, and all raise the same error, whose ``origin`` names the rank.
+        So do they if a rank is lost, or if its caller cancels it. If it is the link
+        between a rank and the lead that ends, just when the last is done, that rank
+        alone can hear of a failure; none hears "done" that was not.
+
+        Args:
+            key: Names this one try; never used again, whatever comes of it.
+            work: Called once, in this task.
+            deadline_s: Seconds until it fails, naming the ranks that were not heard;
+                ``pull_deadline_s`` by default.
+
+        Returns:
+            What the work returned.
+
+        Raises:
+            FerryError: What the work of the rank that failed first has raised. What
+                is no error of kvferry's is raised as it is where it was, and as a
+                TransferError on the others.
+            PeerLost: A rank was lost.
+            DeadlineExceeded: As above.
+            InstanceIncomplete: Not all ranks have joined.
+            MisuseError: The key was used before, or is in use.
+            EngineClosed: The engine is closing.
+        """
+        with _naming(None, phase="agreeing"):
+            check_request_id(key)
+            return await self._instance.agree(
+                key, work, deadline_at=self._deadline_at(deadline_s)
+            )
 
     async def expect(
         self,
@@ -489,6 +605,8 @@ class TransferEngine:
             "parked_messages": self._offers.parked,
             "stray_messages": self._offers.strays + self._pushes.strays,
             "stray_notices": self._stray_notices,
+            "asks": len(self._asks),
+            **self._instance.statistics(),
             **{f"fabric_{k}": v for k, v in self._fabric.counts().items()},
         }
 
@@ -557,6 +675,7 @@ class TransferEngine:
 
     async def _listen(self, streams: Streams, nursery: trio.Nursery) -> None:
         if self.config.listen is None:
+            self._instance.begin(None)
             return
         try:
             bound: BoundListener = await streams.listen(*self.config.listen)
@@ -568,6 +687,7 @@ class TransferEngine:
             await bound.aclose()
             raise
         self.address = (self.config.advertise or bound.host, bound.port)
+        self._instance.begin(self.address)
         nursery.start_soon(self._listener.run, bound)
 
     async def _shut_down(self) -> None:
@@ -576,13 +696,15 @@ class TransferEngine:
         Shielded, with a deadline: also after a cancellation the pulls drain.
         """
         self._is_closing = True
+        self._instance.end()
         self._offers.withdraw_all()
-        limit_s = self.config.drain_grace_s + 4 * GOODBYE_S
+        limit_s = self.config.drain_grace_s + 5 * GOODBYE_S
         with trio.move_on_after(limit_s, shield=True):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._pulls.close)
                 nursery.start_soon(self._pushes.close)
                 nursery.start_soon(self._landings.close)
+            await self._instance.close(within_s=GOODBYE_S)
             await self._listener.close(within_s=GOODBYE_S)
             await self._peers.close(within_s=GOODBYE_S)
         for entry in self.quarantine:
@@ -592,6 +714,11 @@ class TransferEngine:
                 peer=entry.peer,
                 blocks={name: list(ids) for name, ids in entry.blocks.items()},
             )
+
+    async def _run_instance(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._asks.sweep)
+            await self._instance.run()
 
     async def _run_pump(self, scope: trio.CancelScope) -> None:
         with scope:
@@ -648,7 +775,7 @@ class _Links:
 
 @contextmanager
 def _naming(
-    request_id: str, peer: str | None = None, *, phase: str = "new"
+    request_id: str | None, peer: str | None = None, *, phase: str = "new"
 ) -> Iterator[None]:
     """What fails before it has a context of its own names request, peer and phase."""
     try:

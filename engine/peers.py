@@ -178,6 +178,8 @@ class Peers:
         self._sources: dict[tuple[EngineKey, ...], Sources] = {}
         self._undiscarded: dict[Sources, None] = {}
         self._is_closed = False
+        self.on_forgotten: Callable[[EngineKey], None] = _unheard
+        """Hears of everybody who is let go."""
 
     def __len__(self) -> int:
         """How many are connected."""
@@ -450,6 +452,7 @@ class Peers:
                 sources.is_stale = True
                 self._discard_unused(sources)
         self._disconnect_unused(peer)
+        self.on_forgotten(peer.key)
         self._log.info("peer_forgotten", peer=str(peer.key), cause=str(cause))
 
     def _prepare(self, party: Party[RankOffer]) -> Sources:
@@ -480,6 +483,10 @@ class Peers:
         )
         if all(other is not peer for other in peers):
             self._agents.let_go(peer.agent, peer)
+
+
+def _unheard(_key: EngineKey) -> None:
+    pass
 
 
 def sought(ticket: Ticket) -> Sought:

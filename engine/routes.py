@@ -142,9 +142,9 @@ class Routes:
         )
         return Party(source.ranks, keys, (self._all,) * len(keys))
 
-    def forget(self, engine_id: str) -> None:
-        """Ask anew when one is needed."""
-        for name in [name for name in self._routes if name[0] == engine_id]:
+    def forget(self, key: EngineKey) -> None:
+        """A rank has been let go: with its instance one begins anew."""
+        for name in [name for name in self._routes if name[0] == key.engine_id]:
             del self._routes[name]
 
     @property

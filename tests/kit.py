@@ -14,7 +14,6 @@ import itertools
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
 import structlog
 import torch
 import trio
@@ -40,7 +39,6 @@ from kvferry.engine.handshake import Credentials, Welcome, receive_call
 from kvferry.protocol import ModelIdentity, Ticket
 from kvferry.protocol.handshake import Card, Purpose, Refusal, encode_card
 from kvferry.protocol.identity import EngineKey
-from kvferry.protocol.manifest import Manifest, Member
 from kvferry.protocol.ticket import RankOffer, TicketSpan
 
 if TYPE_CHECKING:
@@ -303,29 +301,21 @@ class World:
         self.streams = MemoryStreams()
         self.events: list[dict[str, Any]] = []
         self.numbers = itertools.count()
-        self.manifests: dict[str, Manifest] = {}
-        self.asked = 0
-
-    async def fetch(self, engine_id: str, _host: str, _port: int) -> Manifest:
-        """A manifest, as any of its ranks tells it."""
-        self.asked += 1
-        await trio.sleep(0.01)
-        return self.manifests[engine_id]
 
     @asynccontextmanager
     async def engine(
         self, engine_id: str, pool: Pool, **config: Any
     ) -> AsyncIterator[TransferEngine]:
         """Open an engine; its fabric is called ``<engine_id>-<number>``."""
+        streams = config.pop("streams", self.streams)
         settings = {**LOOKS, "engine_id": engine_id, "identity": IDENTITY, **config}
         async with open_engine(
             EngineConfig(**settings),
             pool.cache,
             fabric=self.network.fabric(f"{engine_id}-{next(self.numbers)}"),
-            streams=self.streams,
+            streams=streams,
             logger=self.logger(),
         ) as engine:
-            engine._asks.fetch = self.fetch
             yield engine
 
     @asynccontextmanager
@@ -343,24 +333,6 @@ class World:
             at_base(decode)
 
     @asynccontextmanager
-    async def whole(
-        self, engine_id: str, pools: Sequence[Pool], **config: Any
-    ) -> AsyncIterator[list[TransferEngine]]:
-        """The same, and every rank knows all the others."""
-        async with self.instance(engine_id, pools, **config) as engines:
-            manifest = Manifest(engine_id, tuple(map(member, engines)))
-            self.manifests[engine_id] = manifest
-            by_rank = {engine.key.rank: engine for engine in engines}
-
-            def send(rank: Rank, message: Any) -> None:
-                by_rank[rank]._instance.on_relayed(rank, message)
-
-            for engine in engines:
-                engine._instance.manifest = manifest
-                engine._instance.send = send
-            yield engines
-
-    @asynccontextmanager
     async def instance(
         self, engine_id: str, pools: Sequence[Pool], **config: Any
     ) -> AsyncIterator[list[TransferEngine]]:
@@ -373,6 +345,25 @@ class World:
                 )
                 for pool, rank in zip(pools, ranks, strict=True)
             ]
+
+    @asynccontextmanager
+    async def joined(
+        self, engine_id: str, pools: Sequence[Pool], **config: Any
+    ) -> AsyncIterator[list[TransferEngine]]:
+        """As `instance`, and they have joined the first of them."""
+        first, *others = Rank(tp_size=len(pools)).instance()
+        async with AsyncExitStack() as stack:
+            lead = await stack.enter_async_context(
+                self.engine(engine_id, pools[0], rank=first, **config)
+            )
+            settings = {"join": address(lead), **config}
+            engines = [lead]
+            for pool, rank in zip(pools[1:], others, strict=True):
+                member = self.engine(engine_id, pool, rank=rank, **settings)
+                engines.append(await stack.enter_async_context(member))
+            for engine in engines:
+                await engine.instance_ready(10.0)
+            yield engines
 
     async def start(
         self, nursery: trio.Nursery, engine_id: str, pool: Pool, **config: Any
@@ -487,12 +478,6 @@ class Steps(trio.abc.Instrument):
         trio.lowlevel.remove_instrument(self)
 
 
-def member(engine: TransferEngine) -> Member:
-    """A rank as its instance's manifest names it."""
-    layout = msgspec.structs.replace(engine._cache.layout, regions=())
-    return Member(engine.key.rank, engine.key.generation, *address(engine), layout)
-
-
 def agent(engine: TransferEngine) -> str:
     """The name of an engine's fabric."""
     return engine._fabric.name
@@ -520,6 +505,9 @@ def at_base(engine: TransferEngine, *, kept: int = 0) -> None:
         "quarantine",
         "unsettled_transfers",
         "staging_berths_taken",
+        "agreements",
+        "ballots",
+        "asks",
     ):
         assert live[name] == 0, live
     assert live["fabric_transfers"] <= kept, live

@@ -42,7 +42,7 @@ LAYERS = (
     # others
     "engine.link engine.handshake engine.dials",
     "engine.peers engine.sources engine.listener engine.targets",
-    "engine.ballots engine.agreements engine.instance engine.asking",
+    "engine.ballots engine.agreements engine.lead engine.joining engine.instance engine.asking",
     "engine.routes engine.services",
     "engine.reading engine.dialogue engine.shares engine.delivery engine.holds engine.parking engine.siblings",
     # services

@@ -50,7 +50,7 @@ async def test_any_ranks_ticket_is_good_for_all(autojump_clock, maker) -> None:
     world, pools, consumer = World(), [Pool(heads=3, tp=(i, 3)) for i in range(3)], None
     consumer = Pool(heads=3)
     async with (
-        world.whole("p", pools) as prefill,
+        world.joined("p", pools) as prefill,
         world.engine("c", consumer) as decode,
     ):
         offers = [offered(*each) for each in zip(prefill, pools, strict=True)]
@@ -72,7 +72,7 @@ async def test_n5_a_rank_that_offers_late_is_waited_for(autojump_clock) -> None:
     """What comes before the offer is parked, and then used."""
     world, pools, consumer = World(), sharded(2), Pool()
     async with (
-        world.whole("p", pools) as prefill,
+        world.joined("p", pools) as prefill,
         world.engine("c", consumer) as decode,
         trio.open_nursery() as nursery,
     ):
@@ -91,7 +91,7 @@ async def test_n5_a_rank_that_never_offers_refuses_in_the_end(autojump_clock) ->
     """Parked for a lease and no longer, however often it was renewed meanwhile."""
     world, pools, consumer = World(), sharded(2), Pool()
     async with (
-        world.whole("p", pools, lease_s=6.0) as prefill,
+        world.joined("p", pools, lease_s=6.0) as prefill,
         world.engine("c", consumer) as decode,
     ):
         first = offered(prefill[0], pools[0])
@@ -110,7 +110,7 @@ async def test_n3_a_ticket_declined_before_a_rank_offers(autojump_clock) -> None
     """The rank is freed the moment it offers."""
     world, pools = World(), sharded(2)
     async with (
-        world.whole("p", pools) as prefill,
+        world.joined("p", pools) as prefill,
         world.engine("c", Pool()) as decode,
     ):
         first = offered(prefill[0], pools[0])
@@ -124,7 +124,7 @@ async def test_o1_a_used_ticket_is_refused_at_once(autojump_clock) -> None:
     """Also by a rank whose id it does not tell: that is not an offer to come."""
     world, pools, consumer = World(), sharded(2), Pool(16)
     async with (
-        world.whole("p", pools) as prefill,
+        world.joined("p", pools) as prefill,
         world.engine("c", consumer) as decode,
     ):
         offers = [offered(*each) for each in zip(prefill, pools, strict=True)]
@@ -140,7 +140,7 @@ async def test_o1_an_offer_that_is_over_says_so(autojump_clock) -> None:
     """Withdrawn before anybody had asked for it: known by what it was of."""
     world, pools = World(), sharded(2)
     async with (
-        world.whole("p", pools) as prefill,
+        world.joined("p", pools) as prefill,
         world.engine("c", Pool()) as decode,
     ):
         offers = [offered(*each) for each in zip(prefill, pools, strict=True)]
@@ -153,7 +153,7 @@ async def test_the_same_request_again_is_an_offer_to_come(autojump_clock) -> Non
     """Of the same blocks under the same id: the ticket's origin tells them apart."""
     world, pools, consumer = World(), sharded(2), Pool(16)
     async with (
-        world.whole("p", pools) as prefill,
+        world.joined("p", pools) as prefill,
         world.engine("c", consumer) as decode,
         trio.open_nursery() as nursery,
     ):
@@ -173,7 +173,7 @@ async def test_ranks_that_offer_different_things(autojump_clock, *, is_late) -> 
     """One request id, other blocks: refused, whoever comes first, and nothing is read."""
     world, pools, consumer = World(), sharded(2), Pool()
     async with (
-        world.whole("p", pools) as prefill,
+        world.joined("p", pools) as prefill,
         world.engine("c", consumer) as decode,
     ):
         first = offered(prefill[0], pools[0])
@@ -201,7 +201,7 @@ async def test_each_consumer_learns_the_id_of_its_share(autojump_clock) -> None:
     world, pools = World(), sharded(2)
     consumers = [Pool(), Pool()]
     async with (
-        world.whole("p", pools) as prefill,
+        world.joined("p", pools) as prefill,
         world.engine("c", consumers[0]) as first,
         world.engine("d", consumers[1]) as second,
     ):
@@ -221,7 +221,7 @@ async def test_ranks_that_offer_to_more_consumers_than_others(autojump_clock) ->
     """A share that a rank has not is no offer to come while it holds the request."""
     world, pools = World(), sharded(2)
     async with (
-        world.whole("p", pools) as prefill,
+        world.joined("p", pools) as prefill,
         world.engine("c", Pool()) as decode,
     ):
         first = offered(prefill[0], pools[0], consumers=2)
@@ -237,7 +237,7 @@ async def test_a_rank_is_computing_while_it_is_asked(autojump_clock) -> None:
     world, pools, consumer = World(), sharded(2), Pool()
     computed = trio.Event()
     async with (
-        world.whole("p", pools) as prefill,
+        world.joined("p", pools) as prefill,
         world.engine("c", consumer) as decode,
         trio.open_nursery() as nursery,
     ):
@@ -254,7 +254,7 @@ async def test_a_rank_is_computing_while_it_is_asked(autojump_clock) -> None:
 async def test_merged_tickets_tell_all_ids(autojump_clock) -> None:
     """A stack that merges them as before saves its consumers the question."""
     world, pools = World(), sharded(2)
-    async with world.whole("p", pools) as prefill:
+    async with world.joined("p", pools) as prefill:
         offers = [offered(*each) for each in zip(prefill, pools, strict=True)]
         ticket = Ticket.merge(offer.ticket for offer in reversed(offers))
         assert {rank.offer_id for rank in ticket.ranks} == {
@@ -271,7 +271,7 @@ async def test_merged_tickets_tell_all_ids(autojump_clock) -> None:
 async def test_an_instance_that_has_lost_a_rank_offers_nothing(autojump_clock) -> None:
     """A ticket for a part of it would be for a cache that nobody can read."""
     world, pools = World(), sharded(2)
-    async with world.whole("p", pools) as prefill:
+    async with world.joined("p", pools) as prefill:
         instance = prefill[0]._instance
         instance.manifest, instance.was_complete = None, True
         instance.incomplete = lambda: InstanceIncomplete("tp1of2 is missing")
@@ -283,7 +283,7 @@ async def test_an_instance_that_has_lost_a_rank_offers_nothing(autojump_clock) -
 async def test_a_rank_without_a_listener_cannot_be_read(autojump_clock) -> None:
     """It is named when its sibling offers."""
     world, pools = World(), sharded(2)
-    async with world.whole("p", pools) as prefill:
+    async with world.joined("p", pools) as prefill:
         manifest = prefill[0]._instance.manifest
         first, second = manifest.members
         deaf = msgspec.structs.replace(second, host=None, port=None)
