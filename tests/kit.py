@@ -61,6 +61,7 @@ class Pool:
         heads: Of the whole model; ``tp`` says which of them this rank holds.
         tp: Rank and size.
         slots: Slots of a state group `STATE`, sharded like the heads; 0 has none.
+        tokens_first: Tokens before heads in memory, rather than behind them.
     """
 
     def __init__(
@@ -76,21 +77,25 @@ class Pool:
         group: str = GROUP,
         dtype: torch.dtype = torch.float64,
         window: int | None = None,
+        tokens_first: bool = False,
     ) -> None:
         self.block_size = block_size
         self.group = group
         shard = tp_shard(total=heads, rank=tp[0], size=tp[1])
         self.heads = range(shard.first, shard.last)
-        shape = (blocks, 2, shard.size, block_size, dim)
-        self.tensors = [torch.full(shape, POISON, dtype=dtype) for _ in range(layers)]
+        inner = [shard.size, block_size]
+        shape = (blocks, 2, *(reversed(inner) if tokens_first else inner), dim)
+        given = [torch.full(shape, POISON, dtype=dtype) for _ in range(layers)]
+        axes = "b k n h d" if tokens_first else "b k h n d"
+        self.tensors = [t.transpose(2, 3) if tokens_first else t for t in given]
         self.states = torch.full((slots, shard.size, dim), POISON, dtype=dtype)
         groups: list[AttentionGroup | StateGroup] = [
             AttentionGroup(
                 group,
                 block_size=block_size,
                 layers={
-                    f"layers.{i}": PagedTensor(tensor, "b k h n d", shard)
-                    for i, tensor in enumerate(self.tensors)
+                    f"layers.{i}": PagedTensor(tensor, axes, shard)
+                    for i, tensor in enumerate(given)
                 },
                 window=window,
             )
