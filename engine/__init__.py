@@ -25,8 +25,10 @@ from kvferry.engine.errors import (
     HandshakeRefused,
     ImpossiblePlan,
     IncompletePush,
+    InstanceIncomplete,
     LeaseExpired,
     MisuseError,
+    OfferDiffers,
     OfferRefused,
     OfferSpent,
     OfferWithdrawn,
@@ -44,7 +46,7 @@ from kvferry.engine.errors import (
     WrongPeer,
 )
 from kvferry.engine.explain import explain
-from kvferry.engine.offer import Offer, OfferOutcome
+from kvferry.engine.holds import Offer, OfferOutcome
 from kvferry.engine.opening import open_engine
 from kvferry.engine.push import PushStream
 from kvferry.engine.quarantine import Quarantine, QuarantineEntry
@@ -67,10 +69,12 @@ __all__ = (
     "HandshakeRefused",
     "ImpossiblePlan",
     "IncompletePush",
+    "InstanceIncomplete",
     "KVCache",
     "LeaseExpired",
     "MisuseError",
     "Offer",
+    "OfferDiffers",
     "OfferOutcome",
     "OfferRefused",
     "OfferSpent",

@@ -30,6 +30,9 @@ class EngineConfig:
         listen: Host and port of the handshake listener; port 0 picks a free one.
             None runs without a listener: such an engine can pull, not offer.
         advertise: The host that tickets name, if it is not the one listened on.
+        join: Where the rank listens that leads the instance, host and port; this rank
+            joins it there, whichever is started first. None leads: one rank of an
+            instance does, and an instance of one rank needs no other.
         secret: Shared by all engines that may connect. Whoever passes the
             handshake can read and write all registered memory.
         insecure: Allow an empty secret on an address that others can reach.
@@ -38,6 +41,7 @@ class EngineConfig:
         lease_s: How long an offer's blocks are held, from the offer and from each
             renewal. Consumers renew three times per lease.
         pull_deadline_s: Default deadline of a pull.
+        instance_deadline_s: How long `TransferEngine.instance_ready` waits by default.
         connect_timeout_s: How long a dial, handshake included, may take.
         handshake_timeout_s: How long a dialler may take to introduce itself.
         keepalive_s: After so long without a word on an open link the peer is asked
@@ -75,7 +79,7 @@ class EngineConfig:
         max_dials: Peers that are dialled at once; others wait for their turn.
         max_peers: Remote ranks to read from that are known at once. The longest
             idle one makes room for a new one.
-        max_offers: Offers open at once.
+        max_offers: Tickets of open offers at once, those of each consumer counted.
         max_registrations: Registrations for pushes held at once, of each consumer rank.
     """
 
@@ -84,11 +88,13 @@ class EngineConfig:
     rank: Rank = Rank()  # noqa: RUF009 - frozen
     listen: tuple[str, int] | None = ("127.0.0.1", 0)
     advertise: str | None = None
+    join: tuple[str, int] | None = None
     secret: bytes = b""
     insecure: bool = False
     skip_groups: frozenset[str] = frozenset()
     lease_s: float = 30.0
     pull_deadline_s: float = 60.0
+    instance_deadline_s: float = 300.0
     connect_timeout_s: float = 10.0
     handshake_timeout_s: float = 10.0
     keepalive_s: float = 5.0
@@ -128,6 +134,7 @@ class EngineConfig:
             raise ConfigError(f"rank {self.rank}: an instance has at most 1,024 ranks")
         self._check_positive()
         self._check_landing()
+        self._check_join()
         if self.listen is not None:
             host, port = self.listen
             if not 0 <= port < 2**16:
@@ -161,6 +168,15 @@ class EngineConfig:
                 f"silence_s must be longer than keepalive_s ({self.keepalive_s}), not"
                 f" {self.silence_s}: a peer must have the time to answer"
             )
+
+    def _check_join(self) -> None:
+        if self.join is None:
+            return
+        host, port = self.join
+        if not (host and 0 < port < 2**16):
+            raise ConfigError(f"join is a host and a port, not {self.join}")
+        if self.rank.tp_size * self.rank.pp_size == 1:
+            raise ConfigError("an instance of one rank has nobody to join")
 
     def _check_landing(self) -> None:
         if self.landing not in {"auto", "direct", "bulk"}:

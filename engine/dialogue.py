@@ -5,14 +5,16 @@ Answers become the machine's events here, and whoever fails is named in its erro
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from kvferry.engine.guard import guarded
-from kvferry.engine.peers import Subscriber
+from kvferry.engine.peers import Subscriber, sought
 from kvferry.protocol.errors import (
     FerryError,
+    FerryInternalError,
     LeaseExpired,
+    OfferDiffers,
     OfferSpent,
     OfferWithdrawn,
     PeerLost,
@@ -35,6 +37,7 @@ from kvferry.protocol.link import (
     Refused,
     RefusedReason,
     Renew,
+    Spare,
 )
 
 if TYPE_CHECKING:
@@ -42,17 +45,18 @@ if TYPE_CHECKING:
 
     from structlog.typing import FilteringBoundLogger
 
+    from kvferry.engine.party import Party
     from kvferry.engine.peers import Answer, Peer
     from kvferry.engine.services import Services
     from kvferry.protocol.lifecycle.machine import Event
-    from kvferry.protocol.link import LinkMessage
-    from kvferry.protocol.ticket import Ticket
+    from kvferry.protocol.link import LinkMessage, Sought
+    from kvferry.protocol.ticket import RankOffer, Ticket
 
 __all__ = ("Dialogue",)
 
 
 class Dialogue:
-    """One pull's words with the producer's ranks, which it numbers as its ticket does.
+    """One pull's words with the producer's ranks, numbered as its sources are.
 
     Attributes:
         peers: Whom it listens to; nobody before `begin` and after `end`.
@@ -71,18 +75,23 @@ class Dialogue:
         self._services = services
         self._ticket = ticket
         self._attempt = attempt
-        self._readers = services.key.rank.instance()
+        self._party: Party[RankOffer] | None = None
+        self._learnt: dict[int, str] = {}  # ids that the ticket does not tell
         self._feed = feed
         self._log = log
 
-    def begin(self, peers: tuple[Peer, ...]) -> None:
-        """Listen to these."""
+    def begin(self, peers: tuple[Peer, ...], party: Party[RankOffer]) -> None:
+        """Listen to these; and tell who is spare."""
         self.peers = peers
+        self._party = party
         for number, peer in enumerate(peers):
             subscriber = Subscriber(
                 partial(self._answered, number), partial(self._fail, number)
             )
             peer.subscribe(self._attempt, subscriber)
+        if party.spare:
+            spare = Spare(self._ticket.request_id, self._sought, party.spare)
+            self._send(0, spare)
 
     def end(self) -> None:
         """Listen no more."""
@@ -95,16 +104,23 @@ class Dialogue:
 
     def say(self, effect: RenewLease | DeclineSource | SendReadFinished) -> None:
         """Carry out an effect that is a word to some of them."""
+        request_id = self._ticket.request_id
         match effect:
             case RenewLease(sources=sources):
                 for source in sources:
-                    ids = self._offer(source)
-                    self._send(source, Renew(*ids, self._attempt, self._readers))
+                    offer = self._offer(source)
+                    readers = self._held_party().readers[source]
+                    renew = Renew(request_id, offer, self._attempt, readers)
+                    self._send(source, renew)
             case DeclineSource(source=source):
-                ids = self._offer(source)
-                self._send(source, Decline(*ids, self._readers, "not needed"))
+                offer = self._offer(source)
+                readers = self._held_party().readers[source]
+                decline = Decline(request_id, offer, readers, "not needed")
+                self._send(source, decline)
             case SendReadFinished(source=source):
-                self._send(source, ReadFinished(*self._offer(source), self._attempt))
+                offer_id = self._offer_id(source)
+                finished = ReadFinished(request_id, offer_id, self._attempt)
+                self._send(source, finished)
 
     def decline(self, cause: FerryError | None, *, may_dial: bool) -> None:
         """Free all of them; if that fails, their leases do. In the engine's nursery.
@@ -117,18 +133,39 @@ class Dialogue:
             may_dial: Dial ranks that are not connected, rather than pass them over.
         """
         detail = "not needed" if cause is None else type(cause).__name__
-        decline = partial(
-            self._services.peers.decline, self._ticket, detail, may_dial=may_dial
-        )
+        decline = partial(self._decline, detail, may_dial=may_dial)
         self._services.nursery.start_soon(
             partial(guarded, decline, on_failure=self._not_told, log=self._log)
+        )
+
+    async def _decline(self, detail: str, *, may_dial: bool) -> None:
+        if self._party is None:
+            party = await self._services.routes.find(self._ticket)
+        else:
+            party = self._party._replace(spare=())  # they have been told
+        await self._services.peers.decline(
+            self._ticket, party, detail, may_dial=may_dial
         )
 
     def _not_told(self, error: FerryError) -> None:
         self._log.warning("decline_lost", error=str(error))
 
-    def _offer(self, source: int) -> tuple[str, str]:
-        return self._ticket.request_id, self._ticket.ranks[source].offer_id
+    def _offer(self, source: int) -> str | Sought:
+        return self._offer_id(source) or self._sought
+
+    def _offer_id(self, source: int) -> str:
+        """Empty as long as the source has not told it."""
+        offer_id = self._held_party().ranks[source].offer_id
+        return offer_id or self._learnt.get(source, "")
+
+    def _held_party(self) -> Party[RankOffer]:
+        if self._party is None:
+            raise FerryInternalError("nothing is said before it is known to whom")
+        return self._party
+
+    @cached_property
+    def _sought(self) -> Sought:
+        return sought(self._ticket)
 
     def _send(self, source: int, message: LinkMessage) -> None:
         try:
@@ -140,7 +177,8 @@ class Dialogue:
         match answer:
             case Confirmed():
                 self._feed(ConfirmArrived(source))
-            case OfferReady():
+            case OfferReady(offer_id=offer_id):
+                self._learnt.setdefault(source, offer_id)
                 self._feed(SourceReady(source))
             case Refused():
                 self._fail(source, _REFUSALS[answer.reason]())
@@ -161,6 +199,9 @@ _REFUSALS: dict[RefusedReason, Callable[[], FerryError]] = {
     RefusedReason.WITHDRAWN: lambda: OfferWithdrawn("the producer took the offer back"),
     RefusedReason.EXPIRED: lambda: LeaseExpired(
         "the producer did not hold the blocks until the last byte had been read"
+    ),
+    RefusedReason.DIFFERS: lambda: OfferDiffers(
+        "under this request id the rank offers something else than the ticket says"
     ),
     RefusedReason.NOT_READY: lambda: ProtocolViolation(
         "the producer says that its blocks were read before it had computed them"

@@ -1,9 +1,8 @@
 """`Dials`: how remote ranks are reached.
 
-Owned here: however many tasks ask for a peer, it is dialled by one at a time; only
-so many are dialled at once; and one that could not be reached is left alone for a
-while, longer each time. Not here: what becomes of a connection. `on_connected`
-takes it over.
+Owned here: however many tasks ask for the same, it is dialled by one at a time; only
+so many are dialled at once; and who could not be reached is left alone for a while,
+longer each time. Not here: what is said over a connection, and what becomes of it.
 """
 
 from __future__ import annotations
@@ -12,45 +11,52 @@ import copy
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import trio
 
 from kvferry.engine.guard import guarded
-from kvferry.engine.handshake import greet
 from kvferry.engine.link import FramedStream
 from kvferry.protocol.errors import EngineClosed, FerryError, PeerUnreachable
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Hashable
 
     from structlog.typing import FilteringBoundLogger
 
     from kvferry.engine.config import EngineConfig
-    from kvferry.engine.handshake import Credentials
     from kvferry.engine.streams import Streams
-    from kvferry.protocol.handshake import Card
-    from kvferry.protocol.identity import EngineKey
-    from kvferry.protocol.ticket import RankAddress, RankOffer
 
-__all__ = ("LONGEST_REDIAL_S", "Dials")
+__all__ = ("LONGEST_REDIAL_S", "Address", "Dials", "dial", "wait_before")
+
+KeyT = TypeVar("KeyT", bound="Hashable")
+T = TypeVar("T")
 
 LONGEST_REDIAL_S = 30.0
 """The back-off grows no longer than this."""
 
-Place = tuple["EngineKey", str, int]
-"""A back-off is of one start of a rank at one address: a peer that comes back has
-another key, and a wrong address in one ticket harms no right one in another."""
+
+class Address(Protocol):
+    """Where somebody listens."""
+
+    @property
+    def host(self) -> str:
+        """The host."""
+
+    @property
+    def port(self) -> int:
+        """The port."""
 
 
 @dataclass
-class _Dial:
+class _Dial(Generic[T]):
     """One dial, waiting for its turn or under way, however many tasks wait for it."""
 
     waiters: int = 0
     ended: trio.Event = field(default_factory=trio.Event)
     error: FerryError | None = None
+    results: list[T] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -62,21 +68,26 @@ class _BackOff:
     until_at: float
 
 
-class Dials:
-    """All dials of one engine.
+class Dials(Generic[KeyT, T]):
+    """All dials of one engine for one purpose.
+
+    A back-off is of a key at one address: for ranks the key is of one start, so that
+    a peer that comes back has another one, and a wrong address in one ticket harms no
+    right one in another.
 
     Attributes:
         handshakes: Dials begun.
+        turns: So many may be under way at once; served in order.
     """
 
     def __init__(  # noqa: PLR0913 - built in one place, from its parts
         self,
         config: EngineConfig,
-        ours: Credentials,
         streams: Streams,
         nursery: trio.Nursery,
         *,
-        on_connected: Callable[[EngineKey, Card, FramedStream], None],
+        talk: Callable[[KeyT, FramedStream], Awaitable[T]],
+        turns: trio.Semaphore | None = None,
         rng: random.Random,
         log: FilteringBoundLogger,
     ) -> None:
@@ -84,30 +95,29 @@ class Dials:
 
         Args:
             config: The engine's.
-            ours: What we show.
             streams: What is dialled.
             nursery: The engine's: whoever asked may give up, the dial goes on.
-            on_connected: Takes over the connection; may raise, never blocks.
+            talk: What is done with the connection, which is its own if it returns.
+            turns: Of other dials, if these are to share them.
             rng: Where the jitter of the back-off comes from.
             log: The engine's.
         """
         self._config = config
-        self._ours = ours
         self._streams = streams
         self._nursery = nursery
-        self._on_connected = on_connected
+        self._talk = talk
         self._rng = rng
         self._log = log
-        self._dials: dict[EngineKey, _Dial] = {}
-        self._turns = trio.Semaphore(config.max_dials)  # served in order
-        self._back_offs: OrderedDict[Place, _BackOff] = OrderedDict()
+        self._dials: dict[KeyT, _Dial[T]] = {}
+        self._back_offs: OrderedDict[tuple[KeyT, str, int], _BackOff] = OrderedDict()
         self.handshakes = 0
+        self.turns = turns or trio.Semaphore(config.max_dials)
 
     def __len__(self) -> int:
         """How many wait for their turn or are under way."""
         return len(self._dials)
 
-    def __contains__(self, key: EngineKey) -> bool:
+    def __contains__(self, key: KeyT) -> bool:
         """Whether the peer is being dialled."""
         return key in self._dials
 
@@ -116,7 +126,7 @@ class Dials:
         """How many places were not reached the last time."""
         return len(self._back_offs)
 
-    def check(self, key: EngineKey, address: RankAddress | RankOffer) -> None:
+    def check(self, key: KeyT, address: Address) -> None:
         """Fail at once while the peer is left alone.
 
         Raises:
@@ -132,10 +142,13 @@ class Dials:
         error.detail = f"{error.detail}; not dialled again for {wait_s:.2f} s"
         raise error from back_off.error
 
-    async def reach(self, key: EngineKey, address: RankAddress | RankOffer) -> None:
+    async def reach(self, key: KeyT, address: Address) -> T:
         """Wait for the peer to be dialled, now or already (case e4).
 
         Cancelling the wait does not take the dial from others.
+
+        Returns:
+            What has come of the talk.
 
         Raises:
             PeerError: It was not reached.
@@ -153,8 +166,9 @@ class Dials:
         if dial.error is not None:
             # A copy each: an exception raised in two tasks mixes their tracebacks.
             raise copy.copy(dial.error) from dial.error
+        return dial.results[0]
 
-    def forget(self, wanted: Callable[[EngineKey], bool]) -> None:
+    def forget(self, wanted: Callable[[KeyT], bool]) -> None:
         """Hold these peers back no longer."""
         for place in [place for place in self._back_offs if wanted(place[0])]:
             del self._back_offs[place]
@@ -166,9 +180,7 @@ class Dials:
             if now >= back_off.until_at + LONGEST_REDIAL_S:
                 del self._back_offs[place]
 
-    async def _run(
-        self, key: EngineKey, address: RankAddress | RankOffer, dial: _Dial
-    ) -> None:
+    async def _run(self, key: KeyT, address: Address, dial: _Dial[T]) -> None:
         where = f"{key}@{address.host}:{address.port}"
 
         def failed(error: FerryError) -> None:
@@ -179,12 +191,12 @@ class Dials:
             self._log.warning("connect_failed", peer=where, error=str(error))
 
         try:
-            async with self._turns:
+            async with self.turns:
                 # Those who asked may all have given up meanwhile.
                 if dial.waiters:
                     self.handshakes += 1
                     await guarded(
-                        partial(self._connect, key, address),
+                        partial(self._connect, key, address, dial),
                         on_failure=failed,
                         log=self._log,
                     )
@@ -195,34 +207,16 @@ class Dials:
             del self._dials[key]
             dial.ended.set()
 
-    async def _connect(self, key: EngineKey, address: RankAddress | RankOffer) -> None:
-        try:
-            with trio.fail_after(self._config.connect_timeout_s):
-                stream = await self._streams.dial(address.host, address.port)
-                await self._introduce(FramedStream(stream), key)
-        except OSError as exc:
-            raise PeerUnreachable(f"nobody answers: {exc}") from exc
-        except trio.TooSlowError as exc:
-            raise PeerUnreachable(
-                f"no handshake within {self._config.connect_timeout_s} s"
-            ) from exc
+    async def _connect(self, key: KeyT, address: Address, waited_for: _Dial[T]) -> None:
+        talk = partial(self._talk, key)
+        result = await dial(self._streams, address, talk, self._config)
+        waited_for.results.append(result)
         self._back_offs.pop(_place(key, address), None)
 
-    async def _introduce(self, framed: FramedStream, key: EngineKey) -> None:
-        try:
-            card = await greet(framed, self._ours, key)
-            self._on_connected(key, card, framed)
-        except BaseException:
-            await framed.aclose()
-            raise
-
-    def _hold_back(self, place: Place, error: FerryError) -> None:
+    def _hold_back(self, place: tuple[KeyT, str, int], error: FerryError) -> None:
         before = self._back_offs.pop(place, None)
         failures = before.failures + 1 if before else 1
-        # The exponent is bounded because a float is.
-        longest_s = max(LONGEST_REDIAL_S, self._config.redial_s)
-        wait_s = min(self._config.redial_s * 2 ** min(failures - 1, 30), longest_s)
-        wait_s *= 1 - self._rng.random() / 2
+        wait_s = wait_before(failures, self._config.redial_s, self._rng)
         until_at = trio.current_time() + wait_s
         # A copy, without the frames that the raised one holds on to.
         self._back_offs[place] = _BackOff(copy.copy(error), failures, until_at)
@@ -230,5 +224,52 @@ class Dials:
             self._back_offs.popitem(last=False)
 
 
-def _place(key: EngineKey, address: RankAddress | RankOffer) -> Place:
+def wait_before(
+    failures: int,
+    redial_s: float,
+    rng: random.Random,
+    *,
+    longest_s: float = LONGEST_REDIAL_S,
+) -> float:
+    """Seconds until the next dial, after so many in a row that failed."""
+    # The exponent is bounded because a float is.
+    wait_s = min(redial_s * 2.0 ** min(failures - 1, 30), max(longest_s, redial_s))
+    return wait_s * (1 - rng.random() / 2)
+
+
+async def dial(
+    streams: Streams,
+    address: Address,
+    talk: Callable[[FramedStream], Awaitable[T]],
+    config: EngineConfig,
+) -> T:
+    """Connect, and talk; all of it within ``connect_timeout_s``.
+
+    Args:
+        streams: What is dialled.
+        address: Where.
+        talk: Owns the connection if it returns; if not, it is closed.
+        config: The engine's.
+
+    Raises:
+        PeerUnreachable: Nobody answers, or not in time.
+        FerryError: As the talk does.
+    """
+    try:
+        with trio.fail_after(config.connect_timeout_s):
+            framed = FramedStream(await streams.dial(address.host, address.port))
+            try:
+                return await talk(framed)
+            except BaseException:
+                await framed.aclose()
+                raise
+    except OSError as exc:
+        raise PeerUnreachable(f"nobody answers: {exc}") from exc
+    except trio.TooSlowError as exc:
+        raise PeerUnreachable(
+            f"no handshake within {config.connect_timeout_s} s"
+        ) from exc
+
+
+def _place(key: KeyT, address: Address) -> tuple[KeyT, str, int]:
     return key, address.host, address.port

@@ -8,31 +8,38 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import trio
 
 from kvferry.engine.after import check_after
 from kvferry.engine.agents import Agents
 from kvferry.engine.arguments import check_request_id, plain_span, whole
+from kvferry.engine.asking import Asks
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.handshake import Credentials
+from kvferry.engine.holds import Offer, ticket_spans
+from kvferry.engine.instance import Instance, contact_of
 from kvferry.engine.landing import LandingRequest, Landings
 from kvferry.engine.link import GOODBYE_S
 from kvferry.engine.listener import Listener
-from kvferry.engine.offer import Offer, Offers, ticket_spans
+from kvferry.engine.offer import Offers
 from kvferry.engine.peers import Peers
 from kvferry.engine.pull import PullRequest, Pulls
 from kvferry.engine.pump import Pump
 from kvferry.engine.push import Pushes, PushRequest
 from kvferry.engine.quarantine import Quarantine
 from kvferry.engine.rearrange import Rearranger
+from kvferry.engine.routes import Routes
 from kvferry.engine.services import Services
 from kvferry.engine.staging import Staging
 from kvferry.engine.traffic import Traffic
 from kvferry.protocol.errors import (
     ConfigError,
+    DeadlineExceeded,
     EngineClosed,
     FerryError,
     FerryInternalError,
@@ -41,11 +48,19 @@ from kvferry.protocol.errors import (
     UnknownBlock,
 )
 from kvferry.protocol.handshake import Card
+from kvferry.protocol.link import Spare
 from kvferry.protocol.notices import decode_notice
-from kvferry.protocol.ticket import Contact, RankAddress, Ticket
+from kvferry.protocol.ticket import Contact, Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import (
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from structlog.typing import FilteringBoundLogger
 
@@ -58,10 +73,12 @@ if TYPE_CHECKING:
     from kvferry.engine.report import PushReport, TransferReport
     from kvferry.engine.spans import Span
     from kvferry.engine.streams import BoundListener, Streams
-    from kvferry.protocol.identity import EngineKey
+    from kvferry.protocol.identity import EngineKey, Rank
     from kvferry.protocol.link import LinkMessage
 
 __all__ = ("TransferEngine",)
+
+T = TypeVar("T")
 
 
 class TransferEngine:
@@ -102,7 +119,6 @@ class TransferEngine:
             config.secret,
             config.skip_groups,
         )
-        self._offers = Offers(key, config, self._pump, nursery, log=log)
         self._staging = Staging(config, fabric)
         agents = Agents(fabric, log=log)
         self._peers = Peers(
@@ -115,6 +131,24 @@ class TransferEngine:
             staging=self._staging,
             log=log,
         )
+        rng = random.Random(str(key))  # noqa: S311 - no secret
+        self._instance = Instance(config, ours, streams, rng=rng, log=log)
+        self._asks = Asks(
+            config,
+            ours,
+            streams,
+            nursery,
+            turns=self._peers.dials.turns,
+            rng=rng,
+            log=log,
+        )
+        self._offers = Offers(
+            key, config, self._pump, nursery, instance=self._instance, log=log
+        )
+        self._routes = Routes(
+            config, cache.layout, instance=self._instance, asks=self._asks
+        )
+        self._peers.on_forgotten = self._routes.forget
         services = Services(
             config,
             key,
@@ -123,6 +157,7 @@ class TransferEngine:
             pump=self._pump,
             traffic=self._traffic,
             peers=self._peers,
+            routes=self._routes,
             staging=self._staging,
             rearranger=Rearranger(cache.storages()),
             finish=FinishStage(cache),
@@ -134,8 +169,10 @@ class TransferEngine:
         self._pulls = Pulls(services)
         self._pushes = Pushes(services, agents)
         self._landings = Landings(services)
+        links = _Links(self._offers, self._pushes, self._instance, log=log)
+        self._instance.on_relayed = links.on_relayed
         self._listener = Listener(
-            config, ours, service=_Links(self._offers, self._pushes), log=log
+            config, ours, service=links, instance=self._instance, log=log
         )
 
     def offer(
@@ -145,8 +182,9 @@ class TransferEngine:
         *,
         num_tokens: int,
         after: After | None = None,
+        consumers: int = 1,
     ) -> Offer:
-        """Hold a request's blocks for one consumer to read.
+        """Hold a request's blocks for one consumer to read, or for several.
 
         The blocks must hold the cache of the first ``num_tokens`` tokens, now or when
         ``after`` has completed, and must not be written then or freed until the
@@ -165,19 +203,26 @@ class TransferEngine:
                 once in a task that is cancelled when the offer ends. The ticket is
                 good at once, and its lease runs meanwhile. If it fails, the offer is
                 withdrawn, and ``offer.cause`` says why.
+            consumers: How many read it, each by a ticket and under a lease of its own.
+                The offer ends when each of its tickets has been read or declined, or
+                has expired.
 
         Returns:
-            The offer, with its ticket.
+            The offer, with its tickets. Once our instance is complete, they are good
+            for all its ranks: give any one rank's to the consumer, and call this on
+            each of them, at any time, with the same request, blocks and counts.
 
         Raises:
             UnknownBlock: A group or a block id that the cache does not have.
             RequestInUse: The request has an open offer.
+            InstanceIncomplete: A rank of our instance has gone.
             MisuseError: As its detail says.
             EngineClosed: The engine is closing.
         """
         with _naming(request_id):
             check_request_id(request_id)
             num_tokens = whole(num_tokens, "num_tokens")
+            consumers = whole(consumers, "consumers")
             spans = self._spans(blocks, first_token=0, after=after)
             return self._offers.open(
                 request_id,
@@ -185,6 +230,7 @@ class TransferEngine:
                 num_tokens=num_tokens,
                 address=self.address,
                 after=after,
+                consumers=consumers,
             )
 
     async def pull(
@@ -245,16 +291,109 @@ class TransferEngine:
 
     @property
     def contact(self) -> Contact:
-        """Where this rank listens: for consumers that expect a push from it.
+        """Where our instance listens: for consumers that expect a push from it.
+
+        Of all its ranks, once they have joined; of this rank alone, if they never had.
 
         Raises:
-            ConfigError: The engine has no listener.
+            ConfigError: A rank has no listener.
+            InstanceIncomplete: A rank was lost.
         """
-        if self.address is None:
-            raise ConfigError("an engine with listen=None cannot be pushed from")
-        host, port = self.address
-        address = RankAddress(self.key.rank, self.key.generation, host, port)
-        return Contact(self.key.engine_id, (address,))
+        return self._instance.contact(self.address)
+
+    async def instance_ready(self, deadline_s: float | None = None) -> None:
+        """Wait until all ranks of our instance have joined, in whatever order.
+
+        Args:
+            deadline_s: Seconds until it fails; ``instance_deadline_s`` of the
+                configuration by default.
+
+        Raises:
+            InstanceIncomplete: They have not; the detail names who is missing, there
+                twice, or of another size or model.
+            EngineClosed: The engine is closing.
+        """
+        limit_s = self.config.instance_deadline_s if deadline_s is None else deadline_s
+        await self._instance.wait_ready(self._deadline_at(limit_s))
+
+    async def discover(
+        self,
+        engine_id: str,
+        address: tuple[str, int],
+        *,
+        deadline_s: float | None = None,
+    ) -> Contact:
+        """Ask any one rank of another instance where all of its ranks are.
+
+        The address is the caller's word: it is dialled.
+
+        Args:
+            engine_id: Of the instance.
+            address: Host and port of one of its ranks.
+            deadline_s: Seconds until it fails; ``connect_timeout_s`` from when it is
+                its turn by default.
+
+        Raises:
+            InstanceIncomplete: Ranks of it have not joined yet; the detail names them.
+            PeerError: Nobody answers, or not the right one, or it refuses.
+            ConfigError: A rank of it has no listener.
+            DeadlineExceeded: The deadline has passed.
+            EngineClosed: The engine is closing.
+        """
+        self._check_open()
+        host, port = address
+        limit_s = math.inf if deadline_s is None else deadline_s
+        with trio.move_on_at(self._deadline_at(limit_s)):
+            return contact_of(await self._asks.fetch(engine_id, host, port))
+        raise DeadlineExceeded(
+            "the instance did not answer in time", peer=f"{engine_id}@{host}:{port}"
+        )
+
+    async def agree(
+        self,
+        key: str,
+        work: Callable[[], Awaitable[T]],
+        *,
+        deadline_s: float | None = None,
+    ) -> T:
+        """Do this rank's part of what all ranks of our instance do, for one outcome.
+
+        ::
+
+            pull = partial(engine.pull, ticket, blocks)
+            report = await engine.agree(f"pull {request_id}", pull)
+
+        Called on every rank with the same key. It returns when every rank's work is
+        done; the first failure is told to all at once: they cancel their work, which
+        drains as ever, and all raise the same error, whose ``origin`` names the rank.
+        So do they if a rank is lost, or if its caller cancels it. If it is the link
+        between a rank and the lead that ends, just when the last is done, that rank
+        alone can hear of a failure; none hears "done" that was not.
+
+        Args:
+            key: Names this one try; never used again, whatever comes of it.
+            work: Called once, in this task.
+            deadline_s: Seconds until it fails, naming the ranks that were not heard;
+                ``pull_deadline_s`` by default.
+
+        Returns:
+            What the work returned.
+
+        Raises:
+            FerryError: What the work of the rank that failed first has raised. What
+                is no error of kvferry's is raised as it is where it was, and as a
+                TransferError on the others.
+            PeerLost: A rank was lost.
+            DeadlineExceeded: As above.
+            InstanceIncomplete: Not all ranks have joined.
+            MisuseError: The key was used before, or is in use.
+            EngineClosed: The engine is closing.
+        """
+        with _naming(None, phase="agreeing"):
+            check_request_id(key)
+            return await self._instance.agree(
+                key, work, deadline_at=self._deadline_at(deadline_s)
+            )
 
     async def expect(
         self,
@@ -405,13 +544,16 @@ class TransferEngine:
     async def decline(self, ticket: Ticket) -> None:
         """Tell the producer that a ticket will not be read: it is freed at once.
 
+        With several ranks, once each of them has said so.
+
         Raises:
             PeerError: The producer could not be told; its lease will end the offer.
             EngineClosed: The engine is closing.
         """
         with _naming(ticket.request_id, ticket.engine_id, phase="declining"):
             self._check_open()
-            await self._peers.decline(ticket, "declined")
+            party = await self._routes.find(ticket)
+            await self._peers.decline(ticket, party, "declined")
 
     @property
     def backlog_bytes(self) -> int:
@@ -460,8 +602,11 @@ class TransferEngine:
             "bytes_waiting": self._traffic.bytes_waiting,
             "staging_berths_taken": self._staging.taken_berths,
             "handshakes_refused": self._listener.refused,
+            "parked_messages": self._offers.parked,
             "stray_messages": self._offers.strays + self._pushes.strays,
             "stray_notices": self._stray_notices,
+            "asks": len(self._asks),
+            **self._instance.statistics(),
             **{f"fabric_{k}": v for k, v in self._fabric.counts().items()},
         }
 
@@ -530,6 +675,7 @@ class TransferEngine:
 
     async def _listen(self, streams: Streams, nursery: trio.Nursery) -> None:
         if self.config.listen is None:
+            self._instance.begin(None)
             return
         try:
             bound: BoundListener = await streams.listen(*self.config.listen)
@@ -541,6 +687,7 @@ class TransferEngine:
             await bound.aclose()
             raise
         self.address = (self.config.advertise or bound.host, bound.port)
+        self._instance.begin(self.address)
         nursery.start_soon(self._listener.run, bound)
 
     async def _shut_down(self) -> None:
@@ -549,13 +696,15 @@ class TransferEngine:
         Shielded, with a deadline: also after a cancellation the pulls drain.
         """
         self._is_closing = True
+        self._instance.end()
         self._offers.withdraw_all()
-        limit_s = self.config.drain_grace_s + 4 * GOODBYE_S
+        limit_s = self.config.drain_grace_s + 5 * GOODBYE_S
         with trio.move_on_after(limit_s, shield=True):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._pulls.close)
                 nursery.start_soon(self._pushes.close)
                 nursery.start_soon(self._landings.close)
+            await self._instance.close(within_s=GOODBYE_S)
             await self._listener.close(within_s=GOODBYE_S)
             await self._peers.close(within_s=GOODBYE_S)
         for entry in self.quarantine:
@@ -566,6 +715,11 @@ class TransferEngine:
                 blocks={name: list(ids) for name, ids in entry.blocks.items()},
             )
 
+    async def _run_instance(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._asks.sweep)
+            await self._instance.run()
+
     async def _run_pump(self, scope: trio.CancelScope) -> None:
         with scope:
             await self._pump.run()
@@ -574,17 +728,45 @@ class TransferEngine:
 class _Links:
     """What consumers bring over their links, to whom it is for."""
 
-    def __init__(self, offers: Offers, pushes: Pushes) -> None:
+    def __init__(
+        self,
+        offers: Offers,
+        pushes: Pushes,
+        instance: Instance,
+        *,
+        log: FilteringBoundLogger,
+    ) -> None:
         self._offers = offers
         self._pushes = pushes
+        self._instance = instance
+        self._log = log
 
     def on_open(self, link: Link, card: Card) -> None:
         self._offers.on_open(link, card)
         self._pushes.on_open(link, card)
 
     def on_message(self, link: Link, message: LinkMessage) -> None:
-        if not self._pushes.on_message(link, message):
+        if isinstance(message, Spare):
+            self._pass_on(message)
+        elif not self._pushes.on_message(link, message):
             self._offers.on_message(link, message)
+
+    def _pass_on(self, message: Spare) -> None:
+        """Tell each rank that is named, ourselves perhaps among them."""
+        for rank in message.ranks:
+            its_own = msgspec.structs.replace(message, ranks=(rank,))
+            try:
+                self._instance.send(rank, its_own)
+            except FerryError as error:
+                # Nobody waits for it: its lease, or its deadline, ends it.
+                self._log.debug("not_passed_on", rank=str(rank), error=str(error))
+
+    def on_relayed(self, rank: Rank, message: Spare) -> None:  # noqa: ARG002 - whoever
+        """A rank of ours has been told that we are not needed."""
+        if message.offer is None:
+            self._pushes.spare(message.request_id)
+        else:
+            self._offers.spare(message)
 
     def on_end(self, link: Link, cause: FerryError) -> None:
         self._offers.on_end(link, cause)
@@ -593,7 +775,7 @@ class _Links:
 
 @contextmanager
 def _naming(
-    request_id: str, peer: str | None = None, *, phase: str = "new"
+    request_id: str | None, peer: str | None = None, *, phase: str = "new"
 ) -> Iterator[None]:
     """What fails before it has a context of its own names request, peer and phase."""
     try:

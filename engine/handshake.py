@@ -1,14 +1,16 @@
 """Both sides of the handshake over a framed stream; `protocol.handshake` says what.
 
-Each side compares the two cards by itself, so that each can name every factor
-that differs in its own terms. No deadline here: the callers have one around it.
+`call` and `receive_call` serve any purpose, and leave what is in the bodies to their
+callers; `greet` calls to link two ranks. Each side compares the two cards by itself,
+so that each can name every factor that differs in its own terms. No deadline here:
+the callers have one around it.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvferry.protocol.errors import HandshakeRefused, WrongPeer
 from kvferry.protocol.framing import MAX_CARD_BYTES
@@ -16,14 +18,15 @@ from kvferry.protocol.handshake import (
     NONCE_BYTES,
     Card,
     Hello,
+    Purpose,
     Refusal,
     RefusalReason,
     Role,
+    Transcript,
+    decode_card,
     decode_hello,
-    decode_introduction,
     encode,
-    introduce,
-    verify,
+    encode_card,
 )
 from kvferry.protocol.identity import EngineKey, compare, compare_layouts
 from kvferry.protocol.version import PROTOCOL_VERSION
@@ -34,7 +37,29 @@ if TYPE_CHECKING:
     from kvferry.engine.link import FramedStream
     from kvferry.protocol.identity import Difference
 
-__all__ = ("Credentials", "answer", "greet", "turn_away")
+__all__ = (
+    "Credentials",
+    "Welcome",
+    "call",
+    "greet",
+    "receive_call",
+    "turn_away",
+)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Welcome(Generic[_T]):
+    """A listener's yes to a dialler that has proved the secret.
+
+    Attributes:
+        body: What it is answered with.
+        visit: What the listener's side makes of its coming.
+    """
+
+    body: bytes
+    visit: _T
 
 
 @dataclass(frozen=True)
@@ -62,89 +87,124 @@ class Credentials:
             ),
         )
 
-    def hello(self, wanted: str) -> bytes:
+    def read_card(self, body: bytes) -> Card | Refusal:
+        """A dialler's card, or what it hears if the two sides differ.
+
+        Raises:
+            ProtocolViolation: It is not a card.
+        """
+        card = decode_card(body)
+        if differences := self.differences(card):
+            return _differing(differences)
+        return card
+
+    def hello(self, wanted: str, purpose: Purpose) -> bytes:
         """A fresh hello, encoded."""
         nonce = os.urandom(NONCE_BYTES)
-        return encode(Hello(PROTOCOL_VERSION, self.key, wanted, nonce))
+        return encode(Hello(PROTOCOL_VERSION, self.key, wanted, purpose, nonce))
+
+
+async def call(
+    framed: FramedStream,
+    ours: Credentials,
+    wanted: EngineKey | str,
+    purpose: Purpose,
+    body: bytes,
+    *,
+    decode: Callable[[bytes], _T],
+) -> tuple[EngineKey, _T]:
+    """The dialler's side, for any purpose.
+
+    Args:
+        framed: The stream.
+        ours: Who we are, and the secret.
+        wanted: Who should answer; only the engine id, if any rank and start will do.
+        purpose: What we come for.
+        body: What we have to say; sent once the listener has proved the secret.
+        decode: Of the listener's body, which is known to be its own.
+
+    Returns:
+        Who answered, and its body.
+
+    Raises:
+        WrongPeer: Another engine, rank or generation answers.
+        HandshakeRefused: The secrets differ, or the peer refuses.
+        ProtocolViolation: The peer spoke nonsense.
+        PeerLost: The stream ended.
+    """
+    engine_id = wanted if isinstance(wanted, str) else wanted.engine_id
+    mine = ours.hello(engine_id, purpose)
+    await framed.send(mine)
+    theirs = await framed.receive()
+    hello = decode_hello(theirs)
+    _check_wanted(hello.engine, wanted)
+    transcript = Transcript(ours.secret, (mine, theirs))
+    await framed.send(transcript.proof(Role.DIALLER))
+    transcript.check_proof(await framed.receive(), Role.LISTENER)
+    introduction = transcript.introduction(body, Role.DIALLER)
+    await framed.send(introduction, limit_bytes=MAX_CARD_BYTES)
+    answered = await framed.receive(limit_bytes=MAX_CARD_BYTES)
+    return hello.engine, decode(transcript.body(answered, Role.LISTENER))
+
+
+async def receive_call(
+    framed: FramedStream,
+    ours: Credentials,
+    reception: Callable[[EngineKey, Purpose, bytes], Welcome[_T] | Refusal],
+) -> _T:
+    """The listener's side, for any purpose.
+
+    Args:
+        framed: The stream.
+        ours: Who we are, and the secret.
+        reception: Asked last, about a dialler with whom nothing else is wrong, what it
+            comes for, and its body. May raise a FerryError, never blocks.
+
+    Returns:
+        The visit that the reception has made of it.
+
+    Raises:
+        HandshakeRefused: As in `call`; the dialler has been told why.
+        ProtocolViolation: The dialler spoke nonsense.
+        PeerLost: The stream ended.
+    """
+    theirs = await framed.receive()
+    hello = await _heard(framed, ours, theirs)
+    mine = ours.hello("", hello.purpose)
+    await framed.send(mine)
+    transcript = Transcript(ours.secret, (theirs, mine))
+    proof = await framed.receive()
+    try:
+        transcript.check_proof(proof, Role.DIALLER)
+    except HandshakeRefused as error:
+        await _refuse(framed, Refusal(RefusalReason.SECRET, error.detail))
+        raise
+    await framed.send(transcript.proof(Role.LISTENER))
+    introduction = await framed.receive(limit_bytes=MAX_CARD_BYTES)
+    body = transcript.body(introduction, Role.DIALLER)
+    answer = reception(hello.engine, hello.purpose, body)
+    if isinstance(answer, Refusal):
+        await _refuse(framed, answer)
+        raise _refused(answer, peer=hello.engine)
+    introduction = transcript.introduction(answer.body, Role.LISTENER)
+    await framed.send(introduction, limit_bytes=MAX_CARD_BYTES)
+    return answer.visit
 
 
 async def greet(framed: FramedStream, ours: Credentials, wanted: EngineKey) -> Card:
-    """The dialler's side.
+    """The dialler's side of a link.
 
     Returns:
         The card of the peer, who is `wanted` and whom nothing keeps from us.
 
     Raises:
-        WrongPeer: Another engine, rank or generation answers.
-        HandshakeRefused: Secrets or facts differ, or the peer refuses.
-        ProtocolViolation: The peer spoke nonsense.
-        PeerLost: The stream ended.
+        PeerError: As in `call`, or the facts differ.
     """
-    mine = ours.hello(wanted.engine_id)
-    await framed.send(mine)
-    theirs = await framed.receive()
-    hello = decode_hello(theirs)
-    _check_wanted(hello.engine, wanted)
-    hellos = (mine, theirs)
-    await framed.send(
-        introduce(ours.card, role=Role.DIALLER, secret=ours.secret, hellos=hellos),
-        limit_bytes=MAX_CARD_BYTES,
-    )
-    introduction = decode_introduction(await framed.receive(limit_bytes=MAX_CARD_BYTES))
-    card = verify(introduction, role=Role.LISTENER, secret=ours.secret, hellos=hellos)
+    body = encode_card(ours.card)
+    _, card = await call(framed, ours, wanted, Purpose.LINK, body, decode=decode_card)
     if differences := ours.differences(card):
-        raise _refused(differences)
+        raise _refused(_differing(differences), peer=wanted)
     return card
-
-
-async def answer(
-    framed: FramedStream,
-    ours: Credentials,
-    *,
-    admit: Callable[[], RefusalReason | None] = lambda: None,
-) -> tuple[EngineKey, Card]:
-    """The listener's side.
-
-    Args:
-        framed: The stream.
-        ours: What we show.
-        admit: Asked last, about a dialler with whom nothing is wrong: why there is
-            no place for it, if there is none.
-
-    Returns:
-        Who dialled, and its card.
-
-    Raises:
-        HandshakeRefused: As in `greet`; the dialler has been told why.
-        ProtocolViolation: The dialler spoke nonsense.
-        PeerLost: The stream ended.
-    """
-    theirs = await framed.receive()
-    try:
-        hello = decode_hello(theirs)
-    except HandshakeRefused as error:
-        await _refuse(framed, RefusalReason.VERSION, error)
-        raise
-    if hello.wanted != ours.key.engine_id:
-        stranger = HandshakeRefused(
-            f"the dialler wants {hello.wanted!r}, this is {ours.key.engine_id!r}"
-        )
-        await _refuse(framed, RefusalReason.WRONG_ENGINE, stranger)
-        raise stranger
-    mine = ours.hello("")
-    await framed.send(mine)
-    card = await _introduced(framed, ours, (theirs, mine))
-    if reason := admit():
-        no_place = HandshakeRefused(f"no place for {hello.engine}: {reason.value}")
-        await _refuse(framed, reason, no_place)
-        raise no_place
-    await framed.send(
-        introduce(
-            ours.card, role=Role.LISTENER, secret=ours.secret, hellos=(theirs, mine)
-        ),
-        limit_bytes=MAX_CARD_BYTES,
-    )
-    return hello.engine, card
 
 
 async def turn_away(framed: FramedStream, reason: RefusalReason) -> None:
@@ -155,48 +215,52 @@ async def turn_away(framed: FramedStream, reason: RefusalReason) -> None:
     """
     # Read first: closed with something unread, a TCP stream takes our words along.
     await framed.receive()
-    await _refuse(framed, reason, HandshakeRefused("no place for a dialler now"))
+    await _refuse(framed, Refusal(reason, "no place for a dialler now"))
 
 
-async def _introduced(
-    framed: FramedStream, ours: Credentials, hellos: tuple[bytes, bytes]
-) -> Card:
-    payload = await framed.receive(limit_bytes=MAX_CARD_BYTES)
-    introduction = decode_introduction(payload)
+async def _heard(framed: FramedStream, ours: Credentials, payload: bytes) -> Hello:
+    """The dialler's hello, if it is for us."""
     try:
-        card = verify(
-            introduction, role=Role.DIALLER, secret=ours.secret, hellos=hellos
-        )
+        hello = decode_hello(payload)
     except HandshakeRefused as error:
-        await _refuse(framed, RefusalReason.SECRET, error)
+        await _refuse(framed, Refusal(RefusalReason.VERSION, error.detail))
         raise
-    if differences := ours.differences(card):
-        # The dialler hears the facts as facts, and turns them to its own side.
-        refusal = HandshakeRefused("the two sides differ")
-        await _refuse(framed, RefusalReason.DIFFERENCES, refusal, differences)
-        raise _refused(differences)
-    return card
+    if hello.wanted != ours.key.engine_id:
+        detail = f"the dialler wants {hello.wanted!r}, this is {ours.key.engine_id!r}"
+        refusal = Refusal(RefusalReason.WRONG_ENGINE, detail)
+        await _refuse(framed, refusal)
+        raise _refused(refusal, peer=hello.engine)
+    return hello
 
 
-async def _refuse(
-    framed: FramedStream,
-    reason: RefusalReason,
-    error: HandshakeRefused,
-    differences: tuple[Difference, ...] = (),
-) -> None:
-    # The lists are bounded on the wire: 256 factors tell enough.
-    refusal = Refusal(reason, error.detail[:4096], differences[:256])
-    await framed.send(encode(refusal), limit_bytes=MAX_CARD_BYTES)
+async def _refuse(framed: FramedStream, refusal: Refusal) -> None:
+    # Both are bounded on the wire: 256 factors tell enough.
+    bounded = Refusal(refusal.reason, refusal.detail[:4096], refusal.differences[:256])
+    await framed.send(encode(bounded), limit_bytes=MAX_CARD_BYTES)
 
 
-def _refused(differences: tuple[Difference, ...]) -> HandshakeRefused:
-    named = tuple(str(difference) for difference in differences)
+def _differing(differences: tuple[Difference, ...]) -> Refusal:
+    # The peer hears the facts as facts, and turns them to its own side.
+    return Refusal(RefusalReason.DIFFERENCES, "the two sides differ", differences)
+
+
+def _refused(refusal: Refusal, *, peer: EngineKey) -> HandshakeRefused:
+    """What we refuse, as an error on our own side."""
+    factors = tuple(str(difference) for difference in refusal.differences)
+    named = f": {'; '.join(factors[:8])}" if factors else ""
     return HandshakeRefused(
-        f"the two sides differ: {'; '.join(named[:8])}", differences=named
+        f"{refusal.detail}{named}",
+        reason=refusal.reason.value,
+        differences=factors,
+        peer=str(peer),
     )
 
 
-def _check_wanted(found: EngineKey, wanted: EngineKey) -> None:
+def _check_wanted(found: EngineKey, wanted: EngineKey | str) -> None:
+    if isinstance(wanted, str):
+        if found.engine_id != wanted:
+            raise WrongPeer(f"{found} answers where {wanted!r} should be")
+        return
     if found == wanted:
         return
     if found.engine_id == wanted.engine_id and found.rank == wanted.rank:

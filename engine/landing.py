@@ -9,7 +9,7 @@ lost again and again, for as long as the engine lives.
 from __future__ import annotations
 
 import secrets
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -76,25 +76,27 @@ from kvferry.protocol.link import (
     Registered,
     Revoke,
     Revoked,
+    Spare,
 )
 from kvferry.protocol.notices import TOKEN_BYTES
 from kvferry.protocol.ranges import Ranges
 from kvferry.protocol.ticket import TicketSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from kvferry.engine.after import After
+    from kvferry.engine.party import Party
     from kvferry.engine.peers import Answer, Peer
     from kvferry.engine.selection import Selection
     from kvferry.engine.services import Services
     from kvferry.engine.spans import Span
     from kvferry.protocol.identity import EngineKey
-    from kvferry.protocol.layout import GroupLayout
+    from kvferry.protocol.layout import CacheLayout, GroupLayout
     from kvferry.protocol.lifecycle.machine import Effect
     from kvferry.protocol.link import LinkMessage
     from kvferry.protocol.notices import Written
-    from kvferry.protocol.ticket import Contact
+    from kvferry.protocol.ticket import Contact, RankAddress
 
 __all__ = ("LandingRequest", "Landings")
 
@@ -188,14 +190,18 @@ class Landings:
         for token in tokens:
             self._tokens.pop(token, None)
 
-    def shares(self, peers: tuple[Peer, ...]) -> Shares:
+    def shares(
+        self,
+        peers: tuple[Peer, ...],
+        told: Mapping[EngineKey, CacheLayout] | None = None,
+    ) -> Shares:
         """Our layout shared out among these peers; each of them knows its claim."""
         keys = tuple(peer.key for peer in peers)
         shares = self._shares.get(keys)
         if shares is None or shares.peers != peers:
             for old in [k for k, s in self._shares.items() if s.is_stale]:
                 del self._shares[old]
-            shares = share_among(peers, self._services)
+            shares = share_among(peers, self._services, told)
             self._shares[keys] = shares
         return shares
 
@@ -232,6 +238,7 @@ class _Landing:
         )
         self.feed = self._driver.feed
         self._nursery: trio.Nursery | None = None
+        self._party: Party[RankAddress] | None = None  # whom it is about
         self._peers: list[Peer] = []
         self._shares: Shares | None = None
         self._selection: Selection[EngineKey] | None = None
@@ -253,7 +260,6 @@ class _Landing:
             self._check_spans()
         except FerryError as error:
             raise error.about(request_id=self._request.request_id) from error
-        self._hold.callback(self._services.peers.hold(self._request.contact))
         try:
             with self._claims:
                 async with trio.open_nursery() as self._nursery:
@@ -319,8 +325,12 @@ class _Landing:
         self.feed(LandingFailed(error))
 
     async def _connect(self) -> None:
-        peers = await self._services.peers.connected(self._request.contact)
-        self._shares = self._landings.shares(peers)
+        services, contact = self._services, self._request.contact
+        party = services.routes.now(contact) or await services.routes.find(contact)
+        self._party = party
+        self._hold.callback(services.peers.hold(party.keys))
+        peers = await services.peers.connected(party)
+        self._shares = self._landings.shares(peers, party.layouts)
         self._peers = list(peers)
         for number, peer in enumerate(peers):
             self._listen(number, peer)
@@ -363,6 +373,7 @@ class _Landing:
             for name, span in self._request.spans.items()
         }
         shares = self._held_shares()
+        self._tell_spare(self._peers)
         for source in range(len(self._peers)):
             token = self._landings.token(self, source)
             self._tokens.append(token)
@@ -374,7 +385,7 @@ class _Landing:
                 token,
                 self._request.computed_tokens,
                 spans,
-                self._services.key.rank.instance(),
+                self._held_party().readers[source],
             )
             try:
                 self._peers[source].link.post(register)
@@ -395,12 +406,31 @@ class _Landing:
         kind = Landed if has_landed else Revoke
         message = kind(self._request.request_id, self._attempt)
         # A landing that has not got its peers tells those that are there already.
-        known = self._peers or self._services.peers.known(self._request.contact)
+        known = self._peers or self._known_peers()
+        if not self._tokens:
+            self._tell_spare(known)
         for peer in known:
             try:
                 peer.link.post(message)
             except PeerLost as error:
                 self._log.debug("not_told", error=str(error))
+
+    def _tell_spare(self, peers: Sequence[Peer]) -> None:
+        """Ranks that none of us needs are not to wait for us: the first one says so."""
+        if peers and self._party is not None and self._party.spare:
+            message = Spare(self._request.request_id, None, self._party.spare)
+            with suppress(PeerLost):  # as everybody hears who listens to it
+                peers[0].link.post(message)
+
+    def _known_peers(self) -> list[Peer]:
+        if self._party is None:
+            return []
+        return self._services.peers.known(self._party.keys)
+
+    def _held_party(self) -> Party[RankAddress]:
+        if self._party is None:
+            raise FerryInternalError("there are no sources before the connection")
+        return self._party
 
     def _revoke(self, sources: Iterable[int]) -> None:
         for source in sources:
@@ -559,7 +589,7 @@ class _Landing:
     async def _ask(self, source: int) -> None:
         peer = self._peers[source]
         if not peer.link.is_open:
-            address = self._request.contact.ranks[source]
+            address = self._held_party().ranks[source]
             peer = await self._services.peers.reach(peer.key, address)
             self._taken.add(source)  # by now it may have
             self._peers[source] = peer

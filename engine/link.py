@@ -153,6 +153,11 @@ class Link:
         """Whether messages may still go out."""
         return self._cause is None
 
+    @property
+    def queued_bytes(self) -> int:
+        """About how much waits to be sent."""
+        return self._queued_bytes
+
     def post(self, message: LinkMessage) -> None:
         """Queue a message; never blocks.
 

@@ -1,26 +1,26 @@
 """The handshake server: accepts diallers, and runs the links they open.
 
 Owns no offers and no memory: a `LinkService` hears of every link's beginning, of
-what it brings, and of its end. Strangers have a bound of their own, so that they
-cannot take the places of those who prove the secret.
+what it brings, and of its end; an `InstanceService` of the ranks that join, and of
+those who ask. Strangers have a bound of their own, so that they cannot take the
+places of those who prove the secret.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, assert_never
 
 import trio
 
 from kvferry.engine.guard import guarded
-from kvferry.engine.handshake import answer, turn_away
+from kvferry.engine.handshake import Welcome, receive_call, turn_away
 from kvferry.engine.link import GOODBYE_S, FramedStream, Link
 from kvferry.protocol.errors import EngineClosed, HandshakeRefused, PeerLost
-from kvferry.protocol.handshake import RefusalReason
+from kvferry.protocol.handshake import Purpose, Refusal, RefusalReason, encode_card
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from structlog.typing import FilteringBoundLogger
 
     from kvferry.engine.config import EngineConfig
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.link import LinkMessage
 
-__all__ = ("LinkService", "Listener")
+__all__ = ("InstanceService", "LinkService", "Listener")
 
 TURN_AWAY_S = 1.0
 """How long somebody for whom there is no place may take to hear so."""
@@ -40,17 +40,44 @@ ACCEPT_AGAIN_S = 0.1
 """After a failed accept; as for running out of file descriptors, which takes time."""
 
 
-class LinkService(Protocol):
-    """What hears of the links that others open; its calls never block."""
-
-    def on_open(self, link: Link, card: Card) -> None:
-        """Somebody has proved who they are."""
+class _HearsOfLinks(Protocol):
+    """What hears of open links; its calls never block."""
 
     def on_message(self, link: Link, message: LinkMessage) -> None:
         """A message came; a FerryError ends the link."""
 
     def on_end(self, link: Link, cause: FerryError) -> None:
         """The link has ended, for whatever reason; nothing follows."""
+
+
+class LinkService(_HearsOfLinks, Protocol):
+    """What hears of the links that others open to transfer."""
+
+    def on_open(self, link: Link, card: Card) -> None:
+        """Somebody has proved who they are."""
+
+
+class InstanceService(_HearsOfLinks, Protocol):
+    """What hears of the ranks that join our instance, and of those who ask for it.
+
+    The bodies are bytes of somebody who has proved the secret: a decoder that raises
+    ends that handshake alone.
+    """
+
+    def enrol(self, key: EngineKey, body: bytes) -> bytes | Refusal:
+        """Whether a rank may join, and the body it is answered with.
+
+        Changes nothing: there may be no place for its link; `on_open` follows if so.
+        """
+
+    def describe(self, key: EngineKey, body: bytes) -> bytes | Refusal:
+        """The body for somebody who asks."""
+
+    def on_open(self, link: Link, body: bytes) -> None:
+        """A rank has joined; the body is what `enrol` has seen."""
+
+
+_Visit = Callable[[], Awaitable[None]]
 
 
 class Listener:
@@ -66,11 +93,13 @@ class Listener:
         ours: Credentials,
         *,
         service: LinkService,
+        instance: InstanceService | None = None,
         log: FilteringBoundLogger,
     ) -> None:
         self._config = config
         self._ours = ours
         self._service = service
+        self._instance = instance
         self._log = log
         self._links: dict[Link, None] = {}
         self._admitted: set[FramedStream] = set()  # links, or so in a moment
@@ -148,8 +177,8 @@ class Listener:
             await self._turn_away(framed)
         else:
             try:
-                key, card = await self._greet(framed)
-                await self._run_link(framed, key, card)
+                visit = await self._greet(framed)
+                await visit()
             finally:
                 self._admitted.discard(framed)
                 self._left.set()
@@ -167,28 +196,90 @@ class Listener:
                 self._turned_away -= 1
         raise HandshakeRefused(f"no place for a dialler: {reason.value}")
 
-    async def _greet(self, framed: FramedStream) -> tuple[EngineKey, Card]:
+    async def _greet(self, framed: FramedStream) -> _Visit:
         self._diallers += 1
         try:
             with trio.fail_after(self._config.handshake_timeout_s):
-                return await answer(
-                    framed, self._ours, admit=partial(self._admit, framed)
+                return await receive_call(
+                    framed, self._ours, partial(self._receive_call, framed)
                 )
         except trio.TooSlowError as exc:
             raise HandshakeRefused("the dialler took too long") from exc
         finally:
             self._diallers -= 1
 
-    def _admit(self, framed: FramedStream) -> RefusalReason | None:
-        """Give a place to somebody who has proved the secret, or say why not."""
+    def _receive_call(
+        self, framed: FramedStream, key: EngineKey, purpose: Purpose, body: bytes
+    ) -> Welcome[_Visit] | Refusal:
+        """What becomes of a dialler that has proved the secret."""
         if self._is_closing:
-            return RefusalReason.CLOSING
+            return Refusal(RefusalReason.CLOSING, "this engine is closing")
+        if purpose is Purpose.LINK:
+            return self._receive_link(framed, key, body)
+        if self._instance is None:
+            return Refusal(
+                RefusalReason.PURPOSE, f"this engine does not serve {purpose.value!r}"
+            )
+        if purpose is Purpose.JOIN:
+            return self._receive_join(framed, key, body, self._instance)
+        if purpose is Purpose.ASK:
+            described = self._instance.describe(key, body)
+            if isinstance(described, Refusal):
+                return described
+            return Welcome(described, trio.lowlevel.checkpoint)
+        assert_never(purpose)
+
+    def _receive_link(
+        self, framed: FramedStream, key: EngineKey, body: bytes
+    ) -> Welcome[_Visit] | Refusal:
+        card = self._ours.read_card(body)
+        if isinstance(card, Refusal):
+            return card
+        if no_place := self._admit(framed):
+            return no_place
+
+        def opened(link: Link) -> None:
+            self._service.on_open(link, card)
+
+        return Welcome(
+            encode_card(self._ours.card),
+            partial(self._run_link, framed, key, self._service, opened),
+        )
+
+    def _receive_join(
+        self,
+        framed: FramedStream,
+        key: EngineKey,
+        body: bytes,
+        instance: InstanceService,
+    ) -> Welcome[_Visit] | Refusal:
+        enrolled = instance.enrol(key, body)
+        if isinstance(enrolled, Refusal):
+            return enrolled
+        if no_place := self._admit(framed):
+            return no_place
+
+        def opened(link: Link) -> None:
+            instance.on_open(link, body)
+
+        return Welcome(enrolled, partial(self._run_link, framed, key, instance, opened))
+
+    def _admit(self, framed: FramedStream) -> Refusal | None:
+        """Give a place to somebody who has proved the secret, or say why not."""
         if len(self._admitted) >= self._config.max_links:
-            return RefusalReason.BUSY
+            return Refusal(
+                RefusalReason.BUSY, f"all {self._config.max_links} links are taken"
+            )
         self._admitted.add(framed)
         return None
 
-    async def _run_link(self, framed: FramedStream, key: EngineKey, card: Card) -> None:
+    async def _run_link(
+        self,
+        framed: FramedStream,
+        key: EngineKey,
+        service: _HearsOfLinks,
+        opened: Callable[[Link], None],
+    ) -> None:
         link = Link(
             framed,
             key,
@@ -199,14 +290,14 @@ class Listener:
         self._log.info("link_opened", peer=str(key))
         cause: FerryError = PeerLost("the engine closed")
         try:
-            self._service.on_open(link, card)
+            opened(link)
             async with trio.open_nursery() as nursery:
                 if self._is_closing:
                     nursery.start_soon(_close, link, GOODBYE_S)
-                cause = await link.run(partial(self._service.on_message, link))
+                cause = await link.run(partial(service.on_message, link))
         finally:
             self._links.pop(link, None)
-            self._service.on_end(link, cause)
+            service.on_end(link, cause)
             self._log.info("link_ended", peer=str(key), cause=str(cause))
 
 

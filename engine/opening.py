@@ -101,6 +101,7 @@ async def open_engine(
                             services.nursery.start_soon(engine._offers.sweep)
                             services.nursery.start_soon(engine._peers.sweep)
                             await engine._listen(streams, services.nursery)
+                            services.nursery.start_soon(engine._run_instance)
                             log.info("engine_opened", address=engine.address)
                             try:
                                 yield engine

@@ -13,12 +13,13 @@ from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import trio
 
 from kvferry.engine.dials import Dials
 from kvferry.engine.guard import guarded
+from kvferry.engine.handshake import greet
 from kvferry.engine.link import GOODBYE_S, Link
 from kvferry.engine.sources import Preparer
 from kvferry.protocol.errors import (
@@ -29,7 +30,6 @@ from kvferry.protocol.errors import (
     PeerUnreachable,
     ProtocolViolation,
 )
-from kvferry.protocol.identity import EngineKey
 from kvferry.protocol.link import (
     Aborted,
     Confirmed,
@@ -39,6 +39,8 @@ from kvferry.protocol.link import (
     Refused,
     Registered,
     Revoked,
+    Sought,
+    Spare,
     as_detail,
 )
 
@@ -52,14 +54,16 @@ if TYPE_CHECKING:
     from kvferry.engine.fabric.base import Fabric
     from kvferry.engine.handshake import Credentials
     from kvferry.engine.link import FramedStream
+    from kvferry.engine.party import Party
     from kvferry.engine.sources import Sources
     from kvferry.engine.staging import Staging
     from kvferry.engine.streams import Streams
     from kvferry.protocol.handshake import Card
+    from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.link import LinkMessage
-    from kvferry.protocol.ticket import Contact, RankAddress, RankOffer, Ticket
+    from kvferry.protocol.ticket import RankAddress, RankOffer, Ticket
 
-__all__ = ("Answer", "Peer", "Peers", "Subscriber")
+__all__ = ("Answer", "Peer", "Peers", "Subscriber", "sought")
 
 SWEEP_S = 60.0
 """Back-offs that nobody cares for any more are looked for at least as often."""
@@ -164,10 +168,9 @@ class Peers:
         self._peers: dict[EngineKey, Peer] = {}
         self._dials = Dials(
             config,
-            ours,
             streams,
             nursery,
-            on_connected=self._connected,
+            talk=self._greet,
             rng=random.Random(fabric.name),  # noqa: S311 - no secret
             log=log,
         )
@@ -175,29 +178,30 @@ class Peers:
         self._sources: dict[tuple[EngineKey, ...], Sources] = {}
         self._undiscarded: dict[Sources, None] = {}
         self._is_closed = False
+        self.on_forgotten: Callable[[EngineKey], None] = _unheard
+        """Hears of everybody who is let go."""
 
     def __len__(self) -> int:
         """How many are connected."""
         return len(self._peers)
 
     @property
-    def dials(self) -> Dials:
+    def dials(self) -> Dials[EngineKey, None]:
         """How they are reached."""
         return self._dials
 
-    def sources_now(self, ticket: Ticket) -> Sources | None:
-        """As `sources`, if all of the ticket's ranks are connected; None if not."""
-        keys = tuple(key for key, _ in addressed(ticket))
-        sources = self._sources.get(keys)
+    def sources_now(self, party: Party[RankOffer]) -> Sources | None:
+        """As `sources`, if all of them are connected; None if not."""
+        sources = self._sources.get(party.keys)
         if sources is None:
-            if not all(key in self._peers for key in keys):
+            if not all(key in self._peers for key in party.keys):
                 return None
-            sources = self._prepare(keys)
+            sources = self._prepare(party)
         sources.users += 1
         return sources
 
-    async def sources(self, ticket: Ticket) -> Sources:
-        """Connect the ticket's ranks and prepare reading from them.
+    async def sources(self, party: Party[RankOffer]) -> Sources:
+        """Connect the ranks and prepare reading from them.
 
         Counts the caller as a user: call `leave` when it makes no more transfers
         and none is in flight.
@@ -208,36 +212,31 @@ class Peers:
             MisuseError: As many peers as ``max_peers`` allows are in use.
             EngineClosed: The engine is closing.
         """
-        offers = addressed(ticket)
-        keys = tuple(key for key, _ in offers)
-        with self._wanting(keys):
-            await self._connect_all(offers)
-            sources = self._sources.get(keys) or self._prepare(keys)
+        with self._wanting(party.keys):
+            await self._connect_all(party)
+            sources = self._sources.get(party.keys) or self._prepare(party)
             sources.users += 1
         return sources
 
-    def hold(self, contact: Contact) -> Callable[[], None]:
-        """Keep the ranks of a contact, once they are connected, until the result is
-        called."""
-        keys = [key for key, _ in addressed(contact)]
+    def hold(self, keys: Sequence[EngineKey]) -> Callable[[], None]:
+        """Keep these ranks, once they are connected, until the result is called."""
         self._wanted.update(keys)
         return partial(self._let_idle, keys)
 
-    async def connected(self, contact: Contact) -> tuple[Peer, ...]:
-        """Connect all ranks of a contact.
+    async def connected(self, party: Party[RankAddress]) -> tuple[Peer, ...]:
+        """Connect all of them.
 
         Raises:
             PeerError: A rank cannot be reached, refuses, or is somebody else.
             MisuseError: As many peers as ``max_peers`` allows are in use.
             EngineClosed: The engine is closing.
         """
-        ranks = addressed(contact)
-        await self._connect_all(ranks)
-        return self._known(tuple(key for key, _ in ranks))
+        await self._connect_all(party)
+        return self._known(party.keys)
 
-    def known(self, contact: Contact) -> list[Peer]:
-        """Those ranks of a contact that are connected now."""
-        return [self._peers[key] for key, _ in addressed(contact) if key in self._peers]
+    def known(self, keys: Iterable[EngineKey]) -> list[Peer]:
+        """Those that are connected now."""
+        return [self._peers[key] for key in keys if key in self._peers]
 
     async def reach(self, key: EngineKey, address: RankAddress) -> Peer:
         """Connect one rank.
@@ -249,53 +248,57 @@ class Peers:
         return self._known((key,))[0]
 
     async def decline(
-        self, ticket: Ticket, detail: str, *, may_dial: bool = True
+        self,
+        ticket: Ticket,
+        party: Party[RankOffer],
+        detail: str,
+        *,
+        may_dial: bool = True,
     ) -> None:
-        """Tell every rank of a ticket that it will not be read, or not further.
+        """Tell the ranks that a ticket will not be read, or not further.
 
         Args:
             ticket: The ticket.
+            party: Whom it is about; the first that hears of it passes on who is spare.
             detail: Why.
             may_dial: Dial ranks that are not connected, rather than pass them over.
 
         Raises:
             PeerError: A rank could not be told; its lease will end.
         """
-        offers = [
-            (key, offer)
-            for key, offer in addressed(ticket)
-            if may_dial or key in self._peers
-        ]
         errors: list[FerryError] = []
+        spare = list(party.spare)
         # After that nothing is held any more that could be freed.
         limit_s = min(ticket.lease_s, self._config.pull_deadline_s)
 
-        async def tell(key: EngineKey, offer: RankOffer) -> None:
+        async def tell(number: int) -> None:
+            key, offer = party.keys[number], party.ranks[number]
             try:
                 with trio.fail_after(limit_s):
                     await self._connect(key, offer)
-                self._post_decline(ticket, key, offer, detail)
+                (peer,) = self._known((key,))
+                named, readers = offer.offer_id or sought(ticket), party.readers[number]
+                peer.link.post(
+                    Decline(ticket.request_id, named, readers, as_detail(detail))
+                )
+                if spare:
+                    peer.link.post(
+                        Spare(ticket.request_id, sought(ticket), tuple(spare))
+                    )
+                    spare.clear()
             except FerryError as error:
                 errors.append(error)
             except trio.TooSlowError:
                 errors.append(PeerUnreachable("not told in time", peer=str(key)))
 
         # Each by itself: a rank that is gone must not keep the word from the others.
-        with self._wanting([key for key, _ in offers]):
+        with self._wanting(party.keys):
             async with trio.open_nursery() as nursery:
-                for key, offer in offers:
-                    nursery.start_soon(tell, key, offer)
+                for number, key in enumerate(party.keys):
+                    if may_dial or key in self._peers:
+                        nursery.start_soon(tell, number)
         if errors:
             raise errors[0]
-
-    def _post_decline(
-        self, ticket: Ticket, key: EngineKey, offer: RankOffer, detail: str
-    ) -> None:
-        (peer,) = self._known((key,))
-        readers = self._config.rank.instance()
-        peer.link.post(
-            Decline(ticket.request_id, offer.offer_id, readers, as_detail(detail))
-        )
 
     def leave(self, sources: Sources) -> None:
         """The caller makes no more transfers of these sources, and none is in flight."""
@@ -331,10 +334,11 @@ class Peers:
             for peer in tuple(self._peers.values()):
                 nursery.start_soon(_close, peer.link, "the engine is closing", within_s)
 
-    async def _connect_all(
-        self, offers: Sequence[tuple[EngineKey, RankAddress | RankOffer]]
-    ) -> None:
-        missing = [item for item in offers if item[0] not in self._peers]
+    async def _connect_all(self, party: Party[RankOffer] | Party[RankAddress]) -> None:
+        named: Iterable[tuple[EngineKey, RankOffer | RankAddress]] = zip(
+            party.keys, party.ranks, strict=True
+        )
+        missing = [item for item in named if item[0] not in self._peers]
         if len(missing) <= 1:
             for key, address in missing:
                 await self._connect(key, address)
@@ -403,7 +407,8 @@ class Peers:
         for peer in peers:
             peer.used_at = now
 
-    def _connected(self, key: EngineKey, card: Card, framed: FramedStream) -> None:
+    async def _greet(self, key: EngineKey, framed: FramedStream) -> None:
+        card = await greet(framed, self._ours, key)
         link = Link(
             framed,
             key,
@@ -447,10 +452,12 @@ class Peers:
                 sources.is_stale = True
                 self._discard_unused(sources)
         self._disconnect_unused(peer)
+        self.on_forgotten(peer.key)
         self._log.info("peer_forgotten", peer=str(peer.key), cause=str(cause))
 
-    def _prepare(self, keys: tuple[EngineKey, ...]) -> Sources:
-        sources = self._sources[keys] = self._preparer.prepare(self._known(keys))
+    def _prepare(self, party: Party[RankOffer]) -> Sources:
+        sources = self._preparer.prepare(self._known(party.keys), party.layouts)
+        self._sources[party.keys] = sources
         self._undiscarded[sources] = None
         return sources
 
@@ -478,22 +485,13 @@ class Peers:
             self._agents.let_go(peer.agent, peer)
 
 
-@overload
-def addressed(instance: Ticket) -> list[tuple[EngineKey, RankOffer]]: ...
+def _unheard(_key: EngineKey) -> None:
+    pass
 
 
-@overload
-def addressed(instance: Contact) -> list[tuple[EngineKey, RankAddress]]: ...
-
-
-def addressed(
-    instance: Ticket | Contact,
-) -> Sequence[tuple[EngineKey, RankOffer | RankAddress]]:
-    """Every rank of a ticket or a contact: who it is, and where it listens."""
-    return [
-        (EngineKey(instance.engine_id, rank.generation, rank.rank), rank)
-        for rank in instance.ranks
-    ]
+def sought(ticket: Ticket) -> Sought:
+    """The offers that a ticket does not tell the ids of."""
+    return Sought(ticket.digest, ticket.share, ticket.origin)
 
 
 async def _close(link: Link, detail: str, within_s: float) -> None:

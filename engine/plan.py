@@ -26,11 +26,12 @@ plan leaves without its proof of coverage. Runs are made in `runs`, rows in
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 
 from kvferry.engine.cost import LandingPolicy
 from kvferry.engine.coverage import prove_coverage, prove_inside, region_edges
@@ -232,6 +233,12 @@ class Pairing(Generic[KeyT]):
                     for part in field.parts:
                         place = (group.name, field.layer, field.name, part.name)
                         self._holders[place].append(Holder(key, group, field, part))
+
+    def of_reader(self, reader: int) -> Self:
+        """The same for another consumer rank."""
+        other = copy.copy(self)
+        other._reader = reader  # noqa: SLF001 - one of us
+        return other
 
     def of_group(self, group: GroupLayout) -> Iterator[tuple[KeyT, Contribution]]:
         """What each remote rank contributes to a local group."""

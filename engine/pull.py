@@ -61,13 +61,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvferry.engine.after import After
+    from kvferry.engine.party import Party
     from kvferry.engine.selection import Selection, Tail
     from kvferry.engine.services import Services
     from kvferry.engine.sources import Sources
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.lifecycle.machine import Effect
     from kvferry.protocol.ranges import Ranges
-    from kvferry.protocol.ticket import Ticket
+    from kvferry.protocol.ticket import RankOffer, Ticket
 
 __all__ = ("PullRequest", "Pulls")
 
@@ -238,25 +239,29 @@ class _Pull:
     def _connect(self) -> None:
         """Peers that are there already cost no task."""
         try:
-            sources = self._services.peers.sources_now(self._ticket)
-            if sources is None or self._is_long():
-                self._aside.start(partial(self._reach, sources))
+            party = self._services.routes.now(self._ticket)
+            sources = None
+            if party is not None and not self._is_long():
+                sources = self._services.peers.sources_now(party)
+            if party is None or sources is None:
+                self._aside.start(self._reach)
             else:
                 self._sources = sources
                 begun_at = trio.current_time()
-                self._plan(sources, self._select(sources), begun_at)
+                self._plan(sources, party, self._select(sources), begun_at)
         except FerryError as error:
             self._fail(error)
 
-    async def _reach(self, sources: Sources | None) -> None:
-        sources = sources or await self._services.peers.sources(self._ticket)
+    async def _reach(self) -> None:
+        party = await self._services.routes.find(self._ticket)
+        sources = await self._services.peers.sources(party)
         self._sources = sources  # to be left, whatever follows
         begun_at = trio.current_time()
         if self._is_long():
             selection = await trio.to_thread.run_sync(self._select, sources)
         else:
             selection = self._select(sources)
-        self._plan(sources, selection, begun_at)
+        self._plan(sources, party, selection, begun_at)
 
     def _is_long(self) -> bool:
         """Whether the loop cannot wait for its plan."""
@@ -276,9 +281,13 @@ class _Pull:
         )
 
     def _plan(
-        self, sources: Sources, selection: Selection[EngineKey], begun_at: float
+        self,
+        sources: Sources,
+        party: Party[RankOffer],
+        selection: Selection[EngineKey],
+        begun_at: float,
     ) -> None:
-        self._dialogue.begin(sources.peers)
+        self._dialogue.begin(sources.peers, party)
         self._selection = selection
         self._reading = Reading(
             self._services,
@@ -291,12 +300,14 @@ class _Pull:
             log=self._log,
         )
         self._plan_s = trio.current_time() - begun_at
-        offers = self._ticket.ranks
+        offers = party.ranks
         self.feed(
             Planned(
                 wave_sources=self._reading.waves.sources,
                 sources=len(sources.peers),
-                unready=tuple(i for i, offer in enumerate(offers) if not offer.ready),
+                unready=tuple(
+                    i for i, offer in enumerate(offers) if not offer.may_be_read
+                ),
             )
         )
 

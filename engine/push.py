@@ -7,6 +7,7 @@ allows.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from kvferry.protocol.lifecycle.push import (
     PushCancelled,
     PushFailed,
     PushMachine,
+    PushSpared,
     PushState,
     PushTicked,
     ReaderDeclined,
@@ -158,6 +160,7 @@ class Pushes:
         self._active: dict[str, _Push] = {}
         self._ended: OrderedDict[str, float] = OrderedDict()
         self._declined: OrderedDict[str, dict[EngineKey, float]] = OrderedDict()
+        self._spared: OrderedDict[str, float] = OrderedDict()
         self._cleared: OrderedDict[tuple[EngineKey, int], float] = OrderedDict()
         self._idle = trio.Event()
         self._is_closing = False
@@ -206,7 +209,17 @@ class Pushes:
         for reader, at in self._declined.pop(request_id, {}).items():
             if self._is_recent(at):
                 push.feed(ReaderDeclined(reader))
+        if self._is_recent(self._spared.pop(request_id, -math.inf)):
+            push.feed(PushSpared())
         return push
+
+    def spare(self, request_id: str) -> None:
+        """None of the consumer's ranks wants anything of it, now or when it begins."""
+        push = self._active.get(request_id)
+        if push is not None:
+            push.feed(PushSpared())
+        elif not self._has_ended(request_id):
+            self._note(self._spared, request_id)
 
     def _forget_push(self, push: _Push) -> None:
         request_id = push.request.request_id

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvferry.engine.pump import Pump
     from kvferry.engine.quarantine import Quarantine
     from kvferry.engine.rearrange import Rearranger
+    from kvferry.engine.routes import Routes
     from kvferry.engine.staging import Staging
     from kvferry.engine.traffic import Traffic
     from kvferry.protocol.identity import EngineKey
@@ -42,6 +43,7 @@ class Services:
     pump: Pump
     traffic: Traffic
     peers: Peers
+    routes: Routes
     staging: Staging
     rearranger: Rearranger
     finish: FinishStage

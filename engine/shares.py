@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.engine.claims import share_out
 from kvferry.engine.plan import prepare_plan
+from kvferry.engine.sources import all_layouts, of_these
 from kvferry.engine.spans import Span
 from kvferry.protocol.link import Claim
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kvferry.engine.selection import Selection
     from kvferry.engine.services import Services
     from kvferry.protocol.identity import EngineKey
-    from kvferry.protocol.layout import GroupLayout
+    from kvferry.protocol.layout import CacheLayout, GroupLayout
 
 __all__ = ("Shares", "share_among")
 
@@ -92,16 +93,28 @@ class Shares:
         )
 
 
-def share_among(peers: tuple[Peer, ...], services: Services) -> Shares:
+def share_among(
+    peers: tuple[Peer, ...],
+    services: Services,
+    told: Mapping[EngineKey, CacheLayout] | None = None,
+) -> Shares:
     """Share our layout out, and tell each peer its claim.
+
+    Args:
+        peers: All that are to write.
+        services: Our own.
+        told: What all ranks of their instance hold, if these are not all.
 
     Raises:
         ImpossiblePlan: The layouts cannot be paired.
         PeerLost: A link has ended.
+        ProtocolViolation: A rank is not what its instance has told of it.
     """
-    layouts = {peer.key: peer.card.layout for peer in peers}
+    layouts = all_layouts(peers, told)
     reader, skip = services.key.rank.tp, services.config.skip_groups
-    plan = prepare_plan(services.layout, layouts, reader=reader, skip_groups=skip)
+    plan = of_these(
+        prepare_plan(services.layout, layouts, reader=reader, skip_groups=skip), peers
+    )
     claims = share_out(services.layout, layouts, reader=reader, skip_groups=skip)
     number = next(_numbers)
     for peer in peers:

@@ -6,16 +6,16 @@ business of `kvferry.engine.peers`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvferry.engine.plan import prepare_plan
-from kvferry.protocol.errors import FerryError, MisuseError
+from kvferry.protocol.errors import FerryError, MisuseError, ProtocolViolation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from structlog.typing import FilteringBoundLogger
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.layout import CacheLayout
 
-__all__ = ("Preparer", "Sources")
+__all__ = ("Preparer", "Sources", "all_layouts", "of_these")
 
 
 @dataclass(eq=False)
@@ -69,14 +69,23 @@ class Preparer:
         self._staging = staging
         self._log = log
 
-    def prepare(self, peers: tuple[Peer, ...]) -> Sources:
+    def prepare(
+        self,
+        peers: tuple[Peer, ...],
+        told: Mapping[EngineKey, CacheLayout] | None = None,
+    ) -> Sources:
         """Plan reading from these peers, and prepare the rows of the plan.
+
+        Args:
+            peers: All that are read from.
+            told: What all ranks of their instance hold, if these are not all.
 
         Raises:
             ImpossiblePlan: The layouts cannot be paired.
-            PeerError: The transport does not know a peer any more.
+            PeerError: The transport does not know a peer any more, or a rank is not
+                what its instance has told of it.
         """
-        plan = self._plan(peers)
+        plan = self._plan(peers, told)
         sources = Sources(peers, plan, [[] for _ in peers])
         try:
             for peer, pairs in zip(peers, sources.prepared, strict=True):
@@ -97,17 +106,21 @@ class Preparer:
             self._give_back(partial(self._fabric.discard, prepared))
         sources.prepared.clear()
 
-    def _plan(self, peers: Sequence[Peer]) -> Plan[EngineKey]:
+    def _plan(
+        self, peers: Sequence[Peer], told: Mapping[EngineKey, CacheLayout] | None
+    ) -> Plan[EngineKey]:
         """Plan, without bulk landings if there is no memory for them."""
+        layouts = all_layouts(peers, told)
         while True:
             policy = self._staging.policy()
             plan = prepare_plan(
                 self._layout,
-                {peer.key: peer.card.layout for peer in peers},
+                layouts,
                 reader=self._config.rank.tp,
                 skip_groups=self._config.skip_groups,
                 policy=policy,
             )
+            plan = of_these(plan, peers)
             try:
                 for peer in peers:
                     self._staging.make_room(plan.peers[peer.key].bulk)
@@ -136,3 +149,28 @@ class Preparer:
             call()
         except FerryError as error:
             self._log.warning("let_go_failed", error=str(error))
+
+
+def all_layouts(
+    peers: Sequence[Peer], told: Mapping[EngineKey, CacheLayout] | None
+) -> dict[EngineKey, CacheLayout]:
+    """What every rank of an instance holds, in order: its own word counts for more."""
+    cards = {peer.key: peer.card.layout for peer in peers}
+    return cards if told is None else {**told, **cards}
+
+
+def of_these(plan: Plan[EngineKey], peers: Sequence[Peer]) -> Plan[EngineKey]:
+    """A plan that reads from these peers alone, without the others of their instance.
+
+    Raises:
+        ProtocolViolation: It reads from another one: of all ranks that are not these
+            the manifest has told that they are not needed.
+    """
+    peer_plans = {peer.key: plan.peers[peer.key] for peer in peers}
+    for key, other in plan.peers.items():
+        if key not in peer_plans and (other.sections or other.bulk):
+            raise ProtocolViolation(
+                f"its ranks do not hold what its manifest tells: {key} would be needed",
+                peer=key.engine_id,
+            )
+    return replace(plan, peers=peer_plans)

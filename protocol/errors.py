@@ -15,11 +15,13 @@
     |   |-- HandshakeRefused     the two sides differ; `differences` names every factor
     |   |-- WrongPeer            somebody else, or a later start, answers at the address
     |   |-- PeerLost             the link or the transport to the peer ended
+    |   |-- InstanceIncomplete   not every rank of an instance has joined
     |   |-- ProtocolViolation    the peer spoke nonsense
     |   `-- OfferRefused         the producer has no such offer for this reader
     |       |-- UnknownOffer       never heard of, or long forgotten
     |       |-- OfferSpent         this reader is already done with it
-    |       `-- OfferWithdrawn     the producer took it back
+    |       |-- OfferWithdrawn     the producer took it back
+    |       `-- OfferDiffers       its ranks offer different things under one id
     |-- TransferError          the bytes: the request failed, a new one may work
     |   |-- TransferFailed       the transport reported a failure
     |   |-- LeaseExpired         the blocks were not held to the last byte
@@ -56,8 +58,10 @@ __all__ = (
     "HandshakeRefused",
     "ImpossiblePlan",
     "IncompletePush",
+    "InstanceIncomplete",
     "LeaseExpired",
     "MisuseError",
+    "OfferDiffers",
     "OfferRefused",
     "OfferSpent",
     "OfferWithdrawn",
@@ -87,6 +91,8 @@ class FerryError(Exception):
         untrusted: Per group the token ranges whose destination blocks may hold
             anything; for a state group the range is of the slots' list positions.
             Empty when no byte was written.
+        origin: The rank of our own instance where it began, if ranks have agreed
+            on it.
     """
 
     def __init__(
@@ -104,6 +110,7 @@ class FerryError(Exception):
         self.peer = peer
         self.phase = phase
         self.untrusted: dict[str, Ranges] = dict(untrusted or {})
+        self.origin: str | None = None
 
     def about(
         self,
@@ -136,6 +143,7 @@ class FerryError(Exception):
                 ("request", self.request_id),
                 ("peer", self.peer),
                 ("phase", self.phase),
+                ("rank", self.origin),
             )
             if value is not None
         ]
@@ -186,14 +194,22 @@ class HandshakeRefused(PeerError):
     """The two sides differ, or the peer did not prove the shared secret.
 
     Attributes:
+        reason: In one word, as the protocol has it: ``secret``, ``busy``,
+            ``incomplete``, ``certificate``, ...; empty when there is none for it.
         differences: Each factor that differs, with both values; empty when the
             refusal is not about a comparison.
     """
 
     def __init__(
-        self, detail: str, *, differences: Sequence[str] = (), peer: str | None = None
+        self,
+        detail: str,
+        *,
+        reason: str = "",
+        differences: Sequence[str] = (),
+        peer: str | None = None,
     ) -> None:
         super().__init__(detail, peer=peer)
+        self.reason = reason
         self.differences = tuple(differences)
 
 
@@ -203,6 +219,10 @@ class WrongPeer(PeerError):
 
 class PeerLost(PeerError):
     """The link or the transport to the peer ended under the request."""
+
+
+class InstanceIncomplete(PeerError):
+    """Not every rank of an instance has joined, or one has gone; the detail names them."""
 
 
 class ProtocolViolation(PeerError):
@@ -223,6 +243,10 @@ class OfferSpent(OfferRefused):
 
 class OfferWithdrawn(OfferRefused):
     """The producer took the offer back before it was read."""
+
+
+class OfferDiffers(OfferRefused):
+    """The producer's ranks offer different things under one request id."""
 
 
 class TransferError(FerryError):

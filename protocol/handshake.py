@@ -1,25 +1,30 @@
-"""The handshake: who is there, proof of the shared secret, and the rank card.
+"""The handshake: who is there and what for, proof of the shared secret, the bodies.
 
-Four messages, two round trips; the dialler speaks first::
+Six messages, three round trips; the dialler speaks first::
 
     dialler                             listener
       Hello            ------------->
                        <-------------     Hello | Refusal
+      Proof            ------------->
+                       <-------------     Proof | Refusal
       Introduction     ------------->
                        <-------------     Introduction | Refusal
 
-A `Hello` is small and tells the version before anything else is decoded. An
-`Introduction` carries the rank's `Card` and a MAC over both hellos and the card,
-keyed with the shared secret: a card is decoded only after its MAC holds, and the
-listener shows its own (whose metadata opens its memory, nixl-facts row 18) only
-to a dialler that has proved the secret. Sans-IO: bytes in, bytes out.
+A `Hello` is small and tells the version before anything else is decoded, and the
+`Purpose` of the call. A `Proof` is a MAC over both hellos, keyed with the shared
+secret. An `Introduction` carries a body and a MAC over both hellos and the body. What
+the body is depends on the purpose; for a link it is the rank's `Card`.
+
+Nobody is sent a body, or has a large frame buffered, who has not proved the secret:
+the metadata in a card opens the memory of the one who shows it (nixl-facts row 18).
+Sans-IO: bytes in, bytes out.
 """
 
 from __future__ import annotations
 
 import enum
-import hashlib
 import hmac
+from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -27,6 +32,7 @@ import msgspec
 from kvferry.protocol.errors import HandshakeRefused, ProtocolViolation
 from kvferry.protocol.identity import Difference, EngineKey, ModelIdentity
 from kvferry.protocol.layout import CacheLayout
+from kvferry.protocol.signing import MAC_BYTES, derived_key, mac
 from kvferry.protocol.version import PROTOCOL_VERSION
 
 __all__ = (
@@ -34,18 +40,21 @@ __all__ = (
     "Card",
     "Hello",
     "Introduction",
+    "Proof",
+    "Purpose",
     "Refusal",
     "RefusalReason",
     "Role",
+    "Transcript",
+    "decode_card",
     "decode_hello",
-    "decode_introduction",
     "encode",
-    "introduce",
-    "verify",
+    "encode_card",
 )
 
 NONCE_BYTES = 32
-MAC_BYTES = 32
+
+Mac = Annotated[bytes, msgspec.Meta(min_length=MAC_BYTES, max_length=MAC_BYTES)]
 
 
 class Role(enum.Enum):
@@ -53,6 +62,19 @@ class Role(enum.Enum):
 
     DIALLER = "dialler"
     LISTENER = "listener"
+
+
+class Purpose(enum.Enum):
+    """What a dialler comes for."""
+
+    LINK = "link"
+    """To transfer: both sides show their `Card`, and the link stays."""
+
+    JOIN = "join"
+    """A rank joins its instance: the link stays."""
+
+    ASK = "ask"
+    """What ranks has this instance? One answer, and that was all."""
 
 
 class RefusalReason(enum.Enum):
@@ -64,6 +86,17 @@ class RefusalReason(enum.Enum):
     DIFFERENCES = "differences"
     BUSY = "busy"
     CLOSING = "closing"
+    PURPOSE = "purpose"
+    """This engine does not serve what the dialler came for."""
+
+    INCOMPLETE = "incomplete"
+    """Not all ranks of the instance have joined."""
+
+    DOUBLED = "doubled"
+    """Another rank has joined with the same coordinates."""
+
+    STRANGER = "stranger"
+    """It does not belong into this instance: another identity, or other sizes."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
@@ -71,12 +104,14 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
 
     Attributes:
         wanted: The engine id that the dialler expects; empty from a listener.
+        purpose: What the dialler comes for; a listener repeats it.
         nonce: Fresh random bytes, so that no two handshakes have the same MAC.
     """
 
     protocol: int
     engine: EngineKey
     wanted: Annotated[str, msgspec.Meta(max_length=256)]
+    purpose: Purpose
     nonce: Annotated[
         bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)
     ]
@@ -94,13 +129,19 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata: bytes
 
 
+class Proof(msgspec.Struct, frozen=True, tag="proof", forbid_unknown_fields=True):
+    """The MAC of the two hellos: whoever made it knows the secret."""
+
+    mac: Mac
+
+
 class Introduction(
     msgspec.Struct, frozen=True, tag="introduction", forbid_unknown_fields=True
 ):
-    """An encoded `Card` and its MAC."""
+    """What a side has to say for the purpose, encoded, and its MAC."""
 
-    card: bytes
-    mac: Annotated[bytes, msgspec.Meta(min_length=MAC_BYTES, max_length=MAC_BYTES)]
+    body: bytes
+    mac: Mac
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
@@ -120,13 +161,14 @@ class _Envelope(msgspec.Struct):
 _encoder = msgspec.msgpack.Encoder()
 _envelope = msgspec.msgpack.Decoder(_Envelope)
 _hello = msgspec.msgpack.Decoder(Hello | Refusal)
+_proof = msgspec.msgpack.Decoder(Proof | Refusal)
 _introduction = msgspec.msgpack.Decoder(Introduction | Refusal)
 _card = msgspec.msgpack.Decoder(Card)
 
 _Message = TypeVar("_Message")
 
 
-def encode(message: Hello | Introduction | Refusal) -> bytes:
+def encode(message: Hello | Proof | Introduction | Refusal) -> bytes:
     """The message as msgpack."""
     return _encoder.encode(message)
 
@@ -145,62 +187,79 @@ def decode_hello(payload: bytes) -> Hello:
         version = PROTOCOL_VERSION
     if version != PROTOCOL_VERSION:
         difference = Difference("protocol", str(PROTOCOL_VERSION), str(version))
-        raise HandshakeRefused(str(difference), differences=(str(difference),))
+        raise HandshakeRefused(
+            str(difference),
+            reason=RefusalReason.VERSION.value,
+            differences=(str(difference),),
+        )
     return _accepted(_decoded(_hello, payload))
 
 
-def decode_introduction(payload: bytes) -> Introduction:
-    """The other side's introduction; `verify` it before use.
+def encode_card(card: Card) -> bytes:
+    """The body of a `Purpose.LINK` introduction."""
+    return _encoder.encode(card)
+
+
+def decode_card(body: bytes) -> Card:
+    """The card in an introduction that has been checked.
 
     Raises:
-        HandshakeRefused: It refuses us.
-        ProtocolViolation: It is not an introduction.
+        ProtocolViolation: It is not a card.
     """
-    return _accepted(_decoded(_introduction, payload))
+    return _decoded(_card, body)
 
 
-def introduce(
-    card: Card, *, role: Role, secret: bytes, hellos: tuple[bytes, bytes]
-) -> bytes:
-    """Our encoded introduction.
+@dataclass(frozen=True)
+class Transcript:
+    """The two hellos of one handshake, and the secret that is proved over them.
 
-    Args:
-        card: Our card.
-        role: Which side we are.
+    Attributes:
         secret: The shared secret; empty means that anyone may connect.
         hellos: The encoded hellos, the dialler's first.
     """
-    body = _encoder.encode(card)
-    return encode(Introduction(body, _mac(body, role, secret, hellos)))
 
+    secret: bytes
+    hellos: tuple[bytes, bytes]
 
-def verify(
-    introduction: Introduction,
-    *,
-    role: Role,
-    secret: bytes,
-    hellos: tuple[bytes, bytes],
-) -> Card:
-    """The card of an introduction made by `role`, after its MAC has been checked.
+    def proof(self, role: Role) -> bytes:
+        """The encoded proof of `role`."""
+        return encode(Proof(self._mac("proof", role)))
 
-    Raises:
-        HandshakeRefused: The MAC was made with another secret.
-        ProtocolViolation: The card is not a card.
-    """
-    expected = _mac(introduction.card, role, secret, hellos)
-    if not hmac.compare_digest(expected, introduction.mac):
-        raise HandshakeRefused("the peer did not prove the shared secret")
-    return _decoded(_card, introduction.card)
+    def check_proof(self, payload: bytes, role: Role) -> None:
+        """Whether `role` has proved the secret.
 
+        Raises:
+            HandshakeRefused: It has another secret, or it refuses us.
+            ProtocolViolation: The payload is not a proof.
+        """
+        proof = _accepted(_decoded(_proof, payload))
+        self._check(proof.mac, "proof", role)
 
-def _mac(body: bytes, role: Role, secret: bytes, hellos: tuple[bytes, bytes]) -> bytes:
-    parts = (role.value.encode(), *hellos, body)
-    # Lengths first: without them two different splits would have one MAC.
-    lengths = b"".join(len(part).to_bytes(8, "big") for part in parts)
-    # Hashed first: HMAC pads its key with zeros, so that a secret and the same
-    # with zeros behind it, or none and zeros alone, would have one MAC.
-    key = hashlib.sha256(secret).digest()
-    return hmac.digest(key, lengths + b"".join(parts), hashlib.sha256)
+    def introduction(self, body: bytes, role: Role) -> bytes:
+        """The encoded introduction of `role`."""
+        return encode(Introduction(body, self._mac("introduction", role, body)))
+
+    def body(self, payload: bytes, role: Role) -> bytes:
+        """The body of an introduction made by `role`, not decoded yet.
+
+        Raises:
+            HandshakeRefused: The MAC was made with another secret, or it refuses us.
+            ProtocolViolation: The payload is not an introduction.
+        """
+        introduction = _accepted(_decoded(_introduction, payload))
+        self._check(introduction.mac, "introduction", role, introduction.body)
+        return introduction.body
+
+    def _check(self, shown: bytes, what: str, role: Role, body: bytes = b"") -> None:
+        if not hmac.compare_digest(self._mac(what, role, body), shown):
+            raise HandshakeRefused(
+                "the peer did not prove the shared secret",
+                reason=RefusalReason.SECRET.value,
+            )
+
+    def _mac(self, what: str, role: Role, body: bytes = b"") -> bytes:
+        key = derived_key(self.secret, "handshake")
+        return mac(key, what.encode(), role.value.encode(), *self.hellos, body)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Message:
@@ -224,5 +283,6 @@ def _refusal_seen_from_here(refusal: Refusal) -> HandshakeRefused:
     named = f": {'; '.join(differences[:8])}" if differences else ""
     return HandshakeRefused(
         f"the peer refused ({refusal.reason.value}): {refusal.detail}{named}",
+        reason=refusal.reason.value,
         differences=differences,
     )

@@ -14,8 +14,10 @@ from typing import Annotated
 import msgspec
 
 from kvferry.protocol.errors import ProtocolViolation
+from kvferry.protocol.failure import Detail, Failure, as_detail
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.layout import CacheLayout
+from kvferry.protocol.manifest import Manifest
 from kvferry.protocol.notices import TOKEN_BYTES
 from kvferry.protocol.ticket import TicketSpan
 
@@ -38,9 +40,14 @@ __all__ = (
     "RefusedReason",
     "Register",
     "Registered",
+    "Relay",
     "Renew",
     "Revoke",
     "Revoked",
+    "Roster",
+    "Spare",
+    "Verdict",
+    "Vote",
     "as_detail",
     "decode_message",
     "encode_message",
@@ -50,8 +57,21 @@ RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 OfferId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Readers = Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1, max_length=1024)]
-LONGEST_DETAIL = 1024
-Detail = Annotated[str, msgspec.Meta(max_length=LONGEST_DETAIL)]
+
+
+class Sought(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An offer of a rank whose ticket does not tell its id: one that a sibling made.
+
+    Attributes:
+        digest: Of what is offered (`Ticket.digest`): it is this, or it is refused.
+        share: Which share of it.
+        origin: The id of the offer that the ticket does tell: of two offers that are
+            alike it tells which one is meant.
+    """
+
+    digest: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    share: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    origin: OfferId
 
 
 class RefusedReason(enum.Enum):
@@ -63,6 +83,8 @@ class RefusedReason(enum.Enum):
     EXPIRED = "expired"
     NOT_READY = "not_ready"
     """A reader said that it had read what was still being computed."""
+    DIFFERS = "differs"
+    """Under the same request id this rank offers something else."""
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
@@ -71,12 +93,13 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True
     It has no answer, unless it is refused: nobody waits for one.
 
     Attributes:
+        offer: Its id; until that is known, what it is of. It may not be made yet.
         readers: The consumer's ranks that read from this producer rank; it
             releases after exactly these.
     """
 
     request_id: RequestId
-    offer_id: OfferId
+    offer: OfferId | Sought
     attempt: Attempt
     readers: Readers
 
@@ -84,11 +107,16 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", forbid_unknown_fields=True
 class OfferReady(
     msgspec.Struct, frozen=True, tag="offer_ready", forbid_unknown_fields=True
 ):
-    """Producer: the blocks hold their bytes now; told to a reader whose ticket says
-    that they do not, when it happens and after each of its later renewals."""
+    """Producer: the blocks hold their bytes now; told to a reader whose ticket does not
+    say so, when it happens and after each of its later renewals.
+
+    Attributes:
+        offer_id: How it is called from now on.
+    """
 
     request_id: RequestId
     attempt: Attempt
+    offer_id: OfferId
 
 
 class ReadFinished(
@@ -129,11 +157,11 @@ class Decline(msgspec.Struct, frozen=True, tag="decline", forbid_unknown_fields=
     """Consumer: I am not going to read, or to go on reading.
 
     Attributes:
-        readers: As in `Renew`: it may be the first that the producer hears of us.
+        offer, readers: As in `Renew`: it may be the first that the producer hears of us.
     """
 
     request_id: RequestId
-    offer_id: OfferId
+    offer: OfferId | Sought
     readers: Readers
     detail: Detail = ""
 
@@ -256,6 +284,70 @@ class Revoked(msgspec.Struct, frozen=True, tag="revoked", forbid_unknown_fields=
     attempt: Attempt
 
 
+class Spare(msgspec.Struct, frozen=True, tag="spare", forbid_unknown_fields=True):
+    """Consumer: of these ranks of yours none of ours reads anything for the request.
+
+    Attributes:
+        offer: What it is of; None for a push.
+        ranks: Of the producer's instance: whoever gets it tells the others.
+    """
+
+    request_id: RequestId
+    offer: Sought | None
+    ranks: Readers
+
+
+class Relay(msgspec.Struct, frozen=True, tag="relay", forbid_unknown_fields=True):
+    """Between ranks of one instance, through its lead.
+
+    Attributes:
+        rank: To the lead, whom it is for; from the lead, whom it is from.
+    """
+
+    rank: Rank
+    message: Spare
+
+
+class Roster(msgspec.Struct, frozen=True, tag="roster", forbid_unknown_fields=True):
+    """Lead: this is our instance now.
+
+    Attributes:
+        manifest: All of it, when it is complete.
+        missing: Who has not joined, when it is not.
+        cause: Of whom was lost, when it has been complete before.
+    """
+
+    manifest: Manifest | None
+    missing: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=1024)] = ()
+    cause: Failure | None = None
+
+
+class Vote(msgspec.Struct, frozen=True, tag="vote", forbid_unknown_fields=True):
+    """Member: what became of my part of an agreement.
+
+    Attributes:
+        instance: Id of the manifest that it was begun under.
+        wait_s: How long I wait for the others.
+        failure: None if it is done.
+    """
+
+    key: RequestId
+    instance: Annotated[str, msgspec.Meta(max_length=64)]
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+    failure: Failure | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True, tag="verdict", forbid_unknown_fields=True):
+    """Lead: what became of an agreement, the same for all ranks.
+
+    Attributes:
+        failure: None if every rank's part is done.
+    """
+
+    key: RequestId
+    failure: Failure | None = None
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye", forbid_unknown_fields=True):
     """Either side: this engine is closing; nothing follows."""
 
@@ -286,19 +378,15 @@ LinkMessage = (
     | Aborted
     | Revoke
     | Revoked
+    | Spare
+    | Relay
+    | Roster
+    | Vote
+    | Verdict
     | Goodbye
     | Ping
     | Pong
 )
-
-
-def as_detail(text: str) -> str:
-    """Any text as a message can carry it: it may be an exception's of the caller's."""
-    return (
-        text[:LONGEST_DETAIL]
-        .encode(errors="backslashreplace")
-        .decode()[:LONGEST_DETAIL]
-    )
 
 
 _encoder = msgspec.msgpack.Encoder()

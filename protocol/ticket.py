@@ -6,6 +6,7 @@ blocks are by absolute token position, never by count.
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -32,6 +33,8 @@ MAX_TICKET_BYTES = 16 * 1024 * 1024
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Protocol = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+ShareNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+InstanceId = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class RankOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,17 +42,23 @@ class RankOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         generation: Which start of the rank holds the blocks.
-        offer_id: Which offer of the request: a second offer is another one.
+        offer_id: Which offer of the request: a second offer is another one. Empty if
+            another rank has made the ticket: then the rank tells it to whoever asks.
         ready: Whether the blocks held their bytes when the ticket was made. If not,
             nothing may be read before the rank has said so on its link.
     """
 
     rank: Rank
     generation: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    offer_id: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    offer_id: Annotated[str, msgspec.Meta(max_length=64)]
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     port: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
     ready: bool = True
+
+    @property
+    def may_be_read(self) -> bool:
+        """Whether nothing has to be heard of the rank before."""
+        return self.ready and bool(self.offer_id)
 
 
 class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,12 +79,15 @@ class Contact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         ranks: Every rank of the instance.
+        instance: Which starts of its ranks these are (`Manifest.id`); empty if nobody
+            has told.
     """
 
     engine_id: Name
     ranks: Annotated[
         tuple[RankAddress, ...], msgspec.Meta(min_length=1, max_length=1024)
     ]
+    instance: InstanceId = ""
 
     def __post_init__(self) -> None:
         """Refuse a rank that is listed twice: its bytes would be expected twice."""
@@ -137,6 +149,9 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         lease_s: How long one renewal holds the blocks, in seconds.
         ranks: The offer of every producer rank.
         spans: Per group the producer's blocks, the same on all its ranks.
+        share: Which of the offer's tickets it is, if it was made for several consumers.
+        instance: As in `Contact`. Then the ranks are all of the instance, and a
+            consumer can tell which of them it needs.
     """
 
     engine_id: Name
@@ -145,6 +160,8 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
     ranks: Annotated[tuple[RankOffer, ...], msgspec.Meta(min_length=1, max_length=1024)]
     spans: Annotated[dict[Name, TicketSpan], msgspec.Meta(max_length=256)]
+    share: ShareNumber = 0
+    instance: InstanceId = ""
     protocol: Protocol = PROTOCOL_VERSION
 
     def __post_init__(self) -> None:
@@ -152,10 +169,27 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if len({offer.rank for offer in self.ranks}) < len(self.ranks):
             listed = ", ".join(str(offer.rank) for offer in self.ranks[:8])
             raise BadTicket(f"a rank twice among {listed}", request_id=self.request_id)
+        if not self.origin:
+            raise BadTicket("no rank of it has an id", request_id=self.request_id)
+
+    @property
+    def origin(self) -> str:
+        """The first offer id in it."""
+        return next((offer.offer_id for offer in self.ranks if offer.offer_id), "")
+
+    @property
+    def digest(self) -> str:
+        """Of what is offered, whoever of its ranks says so; computed at each call."""
+        spans = sorted(self.spans.items())
+        told = (self.request_id, self.num_tokens, self.share, spans)
+        return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()
 
     @classmethod
     def merge(cls, tickets: Iterable[Ticket]) -> Ticket:
         """One ticket out of those that the ranks of one instance made for a request.
+
+        Of tickets that are for the whole instance any one is enough; merged, they are
+        one in which every rank tells its id itself.
 
         Raises:
             BadTicket: There is none, they are not of one request, or two are of
@@ -167,7 +201,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         first = tickets[0]
         for other in tickets[1:]:
             _check_same_request(first, other)
-        ranks = tuple(offer for ticket in tickets for offer in ticket.ranks)
+        ranks = tuple(_known(offer for ticket in tickets for offer in ticket.ranks))
         lease_s = min(ticket.lease_s for ticket in tickets)
         return msgspec.structs.replace(first, ranks=ranks, lease_s=lease_s)
 
@@ -180,6 +214,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 RankAddress(offer.rank, offer.generation, offer.host, offer.port)
                 for offer in self.ranks
             ),
+            self.instance,
         )
 
     def to_bytes(self) -> bytes:
@@ -226,6 +261,19 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ticket
 
 
+def _known(offers: Iterable[RankOffer]) -> list[RankOffer]:
+    """Without those whose id another one tells, each once; the order stays."""
+    offers = tuple(offers)
+    told = {(offer.rank, offer.generation) for offer in offers if offer.offer_id}
+    known: list[RankOffer] = []
+    for offer in offers:
+        start = (offer.rank, offer.generation)
+        if offer.offer_id or start not in told:
+            known.append(offer)
+            told.add(start)
+    return known
+
+
 class _Envelope(msgspec.Struct):
     """The part of a ticket that every version has; the rest is not looked at."""
 
@@ -245,7 +293,14 @@ def _check_version(envelope: _Envelope) -> None:
 
 
 def _check_same_request(first: Ticket, other: Ticket) -> None:
-    for fact in ("engine_id", "request_id", "num_tokens", "spans"):
+    for fact in (
+        "engine_id",
+        "request_id",
+        "share",
+        "instance",
+        "num_tokens",
+        "spans",
+    ):
         ours, theirs = getattr(first, fact), getattr(other, fact)
         if ours != theirs:
             raise BadTicket(

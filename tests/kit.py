@@ -35,9 +35,9 @@ from kvferry.engine import (
     tp_shard,
 )
 from kvferry.engine.fabric import MemoryNetwork, MemoryStreams
-from kvferry.engine.handshake import Credentials, answer
+from kvferry.engine.handshake import Credentials, Welcome, receive_call
 from kvferry.protocol import ModelIdentity, Ticket
-from kvferry.protocol.handshake import Card
+from kvferry.protocol.handshake import Card, Purpose, Refusal, encode_card
 from kvferry.protocol.identity import EngineKey
 from kvferry.protocol.ticket import RankOffer, TicketSpan
 
@@ -61,6 +61,7 @@ class Pool:
         heads: Of the whole model; ``tp`` says which of them this rank holds.
         tp: Rank and size.
         slots: Slots of a state group `STATE`, sharded like the heads; 0 has none.
+        tokens_first: Tokens before heads in memory, rather than behind them.
     """
 
     def __init__(
@@ -76,21 +77,25 @@ class Pool:
         group: str = GROUP,
         dtype: torch.dtype = torch.float64,
         window: int | None = None,
+        tokens_first: bool = False,
     ) -> None:
         self.block_size = block_size
         self.group = group
         shard = tp_shard(total=heads, rank=tp[0], size=tp[1])
         self.heads = range(shard.first, shard.last)
-        shape = (blocks, 2, shard.size, block_size, dim)
-        self.tensors = [torch.full(shape, POISON, dtype=dtype) for _ in range(layers)]
+        inner = [shard.size, block_size]
+        shape = (blocks, 2, *(reversed(inner) if tokens_first else inner), dim)
+        given = [torch.full(shape, POISON, dtype=dtype) for _ in range(layers)]
+        axes = "b k n h d" if tokens_first else "b k h n d"
+        self.tensors = [t.transpose(2, 3) if tokens_first else t for t in given]
         self.states = torch.full((slots, shard.size, dim), POISON, dtype=dtype)
         groups: list[AttentionGroup | StateGroup] = [
             AttentionGroup(
                 group,
                 block_size=block_size,
                 layers={
-                    f"layers.{i}": PagedTensor(tensor, "b k h n d", shard)
-                    for i, tensor in enumerate(self.tensors)
+                    f"layers.{i}": PagedTensor(tensor, axes, shard)
+                    for i, tensor in enumerate(given)
                 },
                 window=window,
             )
@@ -307,12 +312,13 @@ class World:
         self, engine_id: str, pool: Pool, **config: Any
     ) -> AsyncIterator[TransferEngine]:
         """Open an engine; its fabric is called ``<engine_id>-<number>``."""
+        streams = config.pop("streams", self.streams)
         settings = {**LOOKS, "engine_id": engine_id, "identity": IDENTITY, **config}
         async with open_engine(
             EngineConfig(**settings),
             pool.cache,
             fabric=self.network.fabric(f"{engine_id}-{next(self.numbers)}"),
-            streams=self.streams,
+            streams=streams,
             logger=self.logger(),
         ) as engine:
             yield engine
@@ -344,6 +350,25 @@ class World:
                 )
                 for pool, rank in zip(pools, ranks, strict=True)
             ]
+
+    @asynccontextmanager
+    async def joined(
+        self, engine_id: str, pools: Sequence[Pool], **config: Any
+    ) -> AsyncIterator[list[TransferEngine]]:
+        """As `instance`, and they have joined the first of them."""
+        first, *others = Rank(tp_size=len(pools)).instance()
+        async with AsyncExitStack() as stack:
+            lead = await stack.enter_async_context(
+                self.engine(engine_id, pools[0], rank=first, **config)
+            )
+            settings = {"join": address(lead), **config}
+            engines = [lead]
+            for pool, rank in zip(pools[1:], others, strict=True):
+                member = self.engine(engine_id, pool, rank=rank, **settings)
+                engines.append(await stack.enter_async_context(member))
+            for engine in engines:
+                await engine.instance_ready(10.0)
+            yield engines
 
     async def start(
         self, nursery: trio.Nursery, engine_id: str, pool: Pool, **config: Any
@@ -393,6 +418,22 @@ class World:
             processors=[keep],
             wrapper_class=structlog.make_filtering_bound_logger(0),
         )
+
+
+async def answer(framed: FramedStream, ours: Credentials) -> tuple[EngineKey, Card]:
+    """The listener's side of a link's handshake, by hand: who dialled, and its card."""
+
+    def welcome(
+        key: EngineKey,
+        _purpose: Purpose,
+        body: bytes,
+    ) -> Welcome[tuple[EngineKey, Card]] | Refusal:
+        card = ours.read_card(body)
+        if isinstance(card, Refusal):
+            return card
+        return Welcome(encode_card(ours.card), (key, card))
+
+    return await receive_call(framed, ours, welcome)
 
 
 def offer_all(
@@ -469,6 +510,9 @@ def at_base(engine: TransferEngine, *, kept: int = 0) -> None:
         "quarantine",
         "unsettled_transfers",
         "staging_berths_taken",
+        "agreements",
+        "ballots",
+        "asks",
     ):
         assert live[name] == 0, live
     assert live["fabric_transfers"] <= kept, live

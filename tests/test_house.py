@@ -24,7 +24,7 @@ LAYERS = (
     # words
     "protocol.errors protocol.ranges protocol.version protocol.layout",
     # messages
-    "protocol.identity protocol.ticket protocol.notices protocol.handshake protocol.link",
+    "protocol.identity protocol.signing protocol.failure protocol.manifest protocol.ticket protocol.notices protocol.handshake protocol.link",
     # mechanics
     "protocol.framing protocol.lifecycle",
     # the face of the protocol
@@ -33,7 +33,7 @@ LAYERS = (
     "engine.errors engine.cost engine.config engine.report engine.spans engine.tensors engine.validity",
     "engine.arguments engine.cache engine.coverage engine.runs",
     "engine.sections engine.images engine.selection",
-    "engine.plan engine.claims engine.readiness engine.explain",
+    "engine.plan engine.claims engine.readers engine.party engine.readiness engine.explain",
     # hands
     "engine.fabric engine.streams engine.quarantine engine.guard engine.alarm",
     # motion
@@ -42,8 +42,9 @@ LAYERS = (
     # others
     "engine.link engine.handshake engine.dials",
     "engine.peers engine.sources engine.listener engine.targets",
-    "engine.services",
-    "engine.reading engine.dialogue engine.shares engine.delivery",
+    "engine.ballots engine.agreements engine.lead engine.joining engine.instance engine.asking",
+    "engine.routes engine.services",
+    "engine.reading engine.dialogue engine.shares engine.delivery engine.holds engine.parking engine.siblings",
     # services
     "engine.offer engine.pull engine.push engine.landing",
     # face
@@ -67,6 +68,7 @@ THIRD_PARTY = {
     "engine.selection": {"numpy"},
     "engine.validity": set(),
     "engine.plan": {"numpy"},
+    "engine.readers": set(),
     "engine.explain": {"numpy", "msgspec"},
     "engine.fabric": {"trio", "numpy", "structlog"},
     "engine.fabric.nixl": {"trio", "numpy", "nixl", "structlog"},

@@ -36,6 +36,7 @@ __all__ = (
     "NoteReader",
     "OfferDeclined",
     "OfferMachine",
+    "OfferSpared",
     "OfferState",
     "OfferTicked",
     "ReadEnded",
@@ -67,10 +68,12 @@ class RenewArrived(Event, frozen=True):
     Attributes:
         reader: Who asks.
         readers: The ranks of the reader's instance that read from here.
+        asks: Its ticket does not tell the offer's id: it reads when it has heard it.
     """
 
     reader: EngineKey
     readers: tuple[Rank, ...]
+    asks: bool = False
 
 
 class ReadEnded(Event, frozen=True):
@@ -104,6 +107,10 @@ class ReaderLost(Event, frozen=True):
     reader: EngineKey
 
 
+class OfferSpared(Event, frozen=True):
+    """The consumer has told that none of its ranks reads from here."""
+
+
 class WithdrawRequested(Event, frozen=True):
     """The producer wants its blocks back."""
 
@@ -118,6 +125,7 @@ EVENTS: tuple[type[Event], ...] = (
     OfferDeclined,
     BlocksComputed,
     ReaderLost,
+    OfferSpared,
     WithdrawRequested,
     OfferTicked,
 )
@@ -130,7 +138,7 @@ class NoteReader(Effect, frozen=True):
 
 
 class ReportReady(Effect, frozen=True):
-    """Tell the reader that the blocks hold their bytes."""
+    """Tell the reader that the blocks hold their bytes, and the offer's id."""
 
     reader: EngineKey
 
@@ -211,14 +219,15 @@ class OfferMachine(Machine[OfferState]):
         self._lease_at = now + self._lease_s
         return OfferState.OPEN, [
             NoteReader(event.reader),
-            *self._report_ready(event.reader),
+            *self._report_ready(event),
         ]
 
-    def _report_ready(self, *readers: EngineKey) -> list[Effect]:
+    def _report_ready(self, event: RenewArrived) -> list[Effect]:
         """Nothing to those whose ticket says it already."""
-        if self._is_ticket_ready or not self._is_ready:
+        is_told = self._is_ticket_ready and not event.asks
+        if is_told or not self._is_ready:
             return []
-        return [ReportReady(reader) for reader in readers]
+        return [ReportReady(event.reader)]
 
     def _compute(self, _event: BlocksComputed, now: float) -> _Decision:
         if self._has_run_out(now):
@@ -226,7 +235,7 @@ class OfferMachine(Machine[OfferState]):
         self.ignored += self._is_ready
         waiting = [] if self._is_ready else self._reading()
         self._is_ready = True
-        return OfferState.OPEN, self._report_ready(*waiting)
+        return OfferState.OPEN, [ReportReady(reader) for reader in waiting]
 
     def _reading(self) -> list[EngineKey]:
         """The readers that have accepted the ticket and are not done."""
@@ -269,6 +278,15 @@ class OfferMachine(Machine[OfferState]):
     def _waited_for(self) -> set[Rank]:
         """Readers that have been heard and are not done."""
         return self._generations.keys() - self._done
+
+    def _spare(self, _event: OfferSpared, now: float) -> _Decision:
+        """Not if somebody reads all the same."""
+        if self._has_run_out(now):
+            return OfferState.EXPIRED, [EndOffer()]
+        if self.has_reader:
+            self.ignored += 1
+            return OfferState.OPEN, []
+        return OfferState.RELEASED, [EndOffer()]
 
     def _withdraw(self, _event: WithdrawRequested, now: float) -> _Decision:
         over = OfferState.EXPIRED if self._has_run_out(now) else OfferState.WITHDRAWN
@@ -332,6 +350,7 @@ OfferMachine.table = total_table(
                 _M._decline, (_S.OPEN, _S.RELEASED, _S.LOST, _S.EXPIRED)
             ),
             ReaderLost: Row(_M._lose, (_S.OPEN, _S.LOST, _S.EXPIRED)),
+            OfferSpared: Row(_M._spare, (_S.OPEN, _S.RELEASED, _S.EXPIRED)),
             WithdrawRequested: Row(_M._withdraw, (_S.WITHDRAWN, _S.EXPIRED)),
             OfferTicked: Row(_M._tick, (_S.OPEN, _S.EXPIRED)),
         },
@@ -345,6 +364,6 @@ OfferMachine.table = total_table(
     },
     ignored=dict.fromkeys(
         _REASONS,
-        (OfferDeclined, ReaderLost, BlocksComputed, WithdrawRequested, OfferTicked),
+        set(EVENTS) - {RenewArrived, ReadEnded},
     ),
 )

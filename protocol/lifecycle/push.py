@@ -3,6 +3,7 @@
 ::
 
     open -> committed -> done
+    open -> done, if nobody needs it
 
     open, committed -> ending -> failed | cancelled
 
@@ -43,6 +44,7 @@ __all__ = (
     "PushCancelled",
     "PushFailed",
     "PushMachine",
+    "PushSpared",
     "PushState",
     "PushTicked",
     "ReaderDeclined",
@@ -77,7 +79,7 @@ class ReaderJoined(Event, frozen=True):
 
     Attributes:
         reader: Which.
-        readers: All ranks of its instance.
+        readers: The ranks of its instance that we write to.
     """
 
     reader: EngineKey
@@ -101,6 +103,10 @@ class ReaderDeclined(Event, frozen=True):
     """A rank of the consumer does not want it; it had not registered."""
 
     reader: EngineKey
+
+
+class PushSpared(Event, frozen=True):
+    """The consumer has told that nothing of it is for any of its ranks."""
 
 
 class CommitRequested(Event, frozen=True):
@@ -132,6 +138,7 @@ EVENTS: tuple[type[Event], ...] = (
     ReaderLanded,
     ReaderEnded,
     ReaderDeclined,
+    PushSpared,
     CommitRequested,
     PushFailed,
     PushCancelled,
@@ -241,8 +248,23 @@ class PushMachine(Machine[PushState]):
             return self._fail(
                 IncompletePush(f"committed, but these never became ready: {named}"), now
             )
+        if self._is_spare:
+            return PushState.DONE, []
         effects = [CommitDelivery(reader) for reader in self._live]
         return PushState.COMMITTED, [*effects]
+
+    @property
+    def _is_spare(self) -> bool:
+        return self._expected == frozenset()
+
+    def _spare(self, _event: PushSpared, _now: float) -> _Decision:
+        """Nobody is waited for; not if somebody has come all the same."""
+        if self._expected is not None:
+            self.ignored += 1
+            return self.state, []
+        self._expected = frozenset()
+        is_committed = self.state is PushState.COMMITTED
+        return (PushState.DONE if is_committed else self.state), []
 
     def _land(self, event: ReaderLanded, _now: float) -> _Decision:
         if event.reader not in self._live:
@@ -333,7 +355,8 @@ PushMachine.table = total_table(
             ReaderJoined: Row(_M._join, (_S.OPEN,)),
             ReaderEnded: Row(_M._lose, (_S.OPEN, *_END)),
             ReaderDeclined: Row(_M._decline, (_S.OPEN, *_END)),
-            CommitRequested: Row(_M._commit, (_S.COMMITTED, *_END)),
+            PushSpared: Row(_M._spare, (_S.OPEN,)),
+            CommitRequested: Row(_M._commit, (_S.COMMITTED, _S.DONE, *_END)),
             PushFailed: Row(_M._fail_outside, _END),
             PushCancelled: Row(_M._cancel, (_S.ENDING, _S.CANCELLED)),
             PushTicked: Row(_M._tick, (_S.OPEN, *_END)),
@@ -343,6 +366,7 @@ PushMachine.table = total_table(
             ReaderLanded: Row(_M._land, (_S.COMMITTED, _S.DONE)),
             ReaderEnded: Row(_M._lose, (_S.COMMITTED, *_END)),
             ReaderDeclined: Row(_M._decline, (_S.COMMITTED, *_END)),
+            PushSpared: Row(_M._spare, (_S.COMMITTED, _S.DONE)),
             PushFailed: Row(_M._fail_outside, _END),
             PushCancelled: Row(_M._cancel, (_S.ENDING, _S.CANCELLED)),
             PushTicked: Row(_M._tick, (_S.COMMITTED, *_END)),
@@ -360,7 +384,7 @@ PushMachine.table = total_table(
         # A rank that says it landed before it was told that all is written.
         _S.OPEN: {ReaderLanded},
         # The stream's caller commits what a failure has ended meanwhile.
-        _S.ENDING: {CommitRequested, PushFailed, ReaderDeclined},
+        _S.ENDING: {CommitRequested, PushFailed, ReaderDeclined, PushSpared},
         **dict.fromkeys(OVER, frozenset(EVENTS) - {ReaderJoined}),
     },
 )

@@ -19,7 +19,7 @@ from kvferry.engine import (
 )
 from kvferry.engine.link import FramedStream
 from kvferry.protocol.framing import MAX_CARD_BYTES
-from kvferry.protocol.handshake import Hello, Refusal, decode_hello, encode
+from kvferry.protocol.handshake import Hello, Purpose, Refusal, decode_hello, encode
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.version import PROTOCOL_VERSION
 from tests.kit import (
@@ -149,7 +149,9 @@ async def test_c1_a_dialler_of_another_protocol_version(autojump_clock) -> None:
         stream = await world.streams.dial(*address(prefill))
         framed = FramedStream(stream)
         key = EngineKey("c", "1", Rank())
-        await framed.send(encode(Hello(PROTOCOL_VERSION + 1, key, "p", bytes(32))))
+        await framed.send(
+            encode(Hello(PROTOCOL_VERSION + 1, key, "p", Purpose.LINK, bytes(32)))
+        )
         with pytest.raises(HandshakeRefused) as caught:
             decode_hello(await framed.receive(limit_bytes=MAX_CARD_BYTES))
         await stream.aclose()
@@ -171,7 +173,9 @@ async def test_c1_a_listener_of_another_protocol_version(autojump_clock) -> None
         framed = FramedStream(stream)
         heard.append(await framed.receive())
         await framed.send(
-            encode(Hello(PROTOCOL_VERSION + 7, impostor.key, "", bytes(32)))
+            encode(
+                Hello(PROTOCOL_VERSION + 7, impostor.key, "", Purpose.LINK, bytes(32))
+            )
         )
         heard.append(await stream.receive_some())
 
@@ -275,7 +279,13 @@ async def test_a_refusal_is_one_small_message(autojump_clock) -> None:
         framed = FramedStream(await world.streams.dial(*address(prefill)))
         await framed.send(
             encode(
-                Hello(PROTOCOL_VERSION, EngineKey("c", "1", Rank()), "other", bytes(32))
+                Hello(
+                    PROTOCOL_VERSION,
+                    EngineKey("c", "1", Rank()),
+                    "other",
+                    Purpose.LINK,
+                    bytes(32),
+                )
             )
         )
         payload = await framed.receive(limit_bytes=MAX_CARD_BYTES)

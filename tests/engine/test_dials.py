@@ -20,7 +20,7 @@ from kvferry.engine import (
 )
 from kvferry.engine.dials import LONGEST_REDIAL_S, Dials
 from kvferry.engine.fabric import MemoryStreams
-from kvferry.engine.handshake import Credentials
+from kvferry.engine.handshake import Credentials, greet
 from kvferry.protocol.handshake import Card
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.ticket import RankOffer
@@ -52,12 +52,17 @@ class Silent(MemoryStreams):
 def dials_of(world, streams, nursery, *, seed=0, **config) -> Dials:
     """Dials that nobody has used yet; whoever is reached is a failure of the test."""
     card = Card(IDENTITY, Pool().cache.layout, b"")
+    ours = Credentials(EngineKey("c", "1", Rank()), card, b"", frozenset())
+
+    async def talk(key, framed) -> None:
+        await greet(framed, ours, key)
+        pytest.fail("somebody answered")
+
     return Dials(
         EngineConfig(engine_id="c", identity=IDENTITY, **config),
-        Credentials(EngineKey("c", "1", Rank()), card, b"", frozenset()),
         streams,
         nursery,
-        on_connected=lambda *_: pytest.fail("somebody answered"),
+        talk=talk,
         rng=random.Random(seed),
         log=world.logger(),
     )

@@ -13,19 +13,23 @@ from kvferry.engine import (
     OfferOutcome,
     PeerLost,
     ProtocolViolation,
+    WrongPeer,
 )
 from kvferry.engine.fabric import MemoryStreams
-from kvferry.engine.handshake import Credentials, greet
+from kvferry.engine.handshake import Credentials, call, greet
 from kvferry.engine.link import FramedStream
 from kvferry.engine.streams import BoundListener
 from kvferry.protocol.framing import MAX_CARD_BYTES
 from kvferry.protocol.handshake import (
     Card,
     Hello,
+    Purpose,
+    Refusal,
+    RefusalReason,
     Role,
-    decode_introduction,
+    Transcript,
     encode,
-    introduce,
+    encode_card,
 )
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.link import (
@@ -41,7 +45,7 @@ from kvferry.protocol.link import (
     encode_message,
 )
 from kvferry.protocol.version import PROTOCOL_VERSION
-from tests.kit import GROUP, IDENTITY, Pool, World, address, at_base
+from tests.kit import GROUP, IDENTITY, Impostor, Pool, World, address, at_base
 
 READER = EngineKey("c", "1", Rank())
 
@@ -239,11 +243,11 @@ async def test_a_proof_cannot_be_played_back(autojump_clock) -> None:
         ours = Credentials(READER, card, b"s", frozenset())
         await greet(framed, ours, prefill.key)
         replay = FramedStream(await world.streams.dial(*address(prefill)))
-        hello, introduction = recorded
+        hello, proof, _ = recorded
         await replay.send(hello)
         await replay.receive()
-        await replay.send(introduction, limit_bytes=2**24)
-        refusal = await replay.receive(limit_bytes=2**24)
+        await replay.send(proof)
+        refusal = await replay.receive()
         assert b"secret" in refusal
         with pytest.raises(HandshakeRefused):
             await connected(world, prefill, secret=b"t")
@@ -253,11 +257,11 @@ async def test_a_proof_cannot_be_played_back(autojump_clock) -> None:
 
 
 async def test_two_hellos_are_no_handshake(autojump_clock) -> None:
-    """The second is not an introduction."""
+    """The second is not a proof."""
     world = World()
     async with world.engine("p", Pool()) as prefill:
         framed = FramedStream(await world.streams.dial(*address(prefill)))
-        hello = encode(Hello(PROTOCOL_VERSION, READER, "p", bytes(32)))
+        hello = encode(Hello(PROTOCOL_VERSION, READER, "p", Purpose.LINK, bytes(32)))
         await framed.send(hello)
         await framed.receive()
         await framed.send(hello)
@@ -344,19 +348,263 @@ async def test_closing_while_somebody_introduces_itself(autojump_clock) -> None:
     world, producer = World(), Pool()
     async with world.engine("p", producer) as prefill:
         framed = FramedStream(await world.streams.dial(*address(prefill)))
-        mine = encode(Hello(PROTOCOL_VERSION, READER, "p", bytes(32)))
+        mine = encode(Hello(PROTOCOL_VERSION, READER, "p", Purpose.LINK, bytes(32)))
         await framed.send(mine)
         theirs = await framed.receive()
+        transcript = Transcript(b"", (mine, theirs))
+        await framed.send(transcript.proof(Role.DIALLER))
+        transcript.check_proof(await framed.receive(), Role.LISTENER)
         prefill._listener._is_closing = True
-        card = Card(IDENTITY, producer.cache.layout, b"")
+        card = encode_card(Card(IDENTITY, producer.cache.layout, b""))
         await framed.send(
-            introduce(card, role=Role.DIALLER, secret=b"", hellos=(mine, theirs)),
-            limit_bytes=MAX_CARD_BYTES,
+            transcript.introduction(card, Role.DIALLER), limit_bytes=MAX_CARD_BYTES
         )
         refusal = await framed.receive(limit_bytes=MAX_CARD_BYTES)
         with pytest.raises(HandshakeRefused, match="closing"):
-            decode_introduction(refusal)
+            transcript.body(refusal, Role.LISTENER)
         assert prefill.statistics()["links"] == 0
+
+
+# The order of the handshake: who shows what to whom, and when.
+
+
+def by_hand(purpose: Purpose = Purpose.LINK) -> bytes:
+    """A dialler's hello."""
+    return encode(Hello(PROTOCOL_VERSION, READER, "p", purpose, bytes(32)))
+
+
+async def test_h1_a_large_frame_before_a_proof_is_not_buffered(autojump_clock) -> None:
+    """Its header is enough to hang up, in the place of the hello and of the proof."""
+    world = World()
+    header = MAX_CARD_BYTES.to_bytes(4, "big")
+    async with world.engine("p", Pool(), secret=b"s") as prefill:
+        for hellos in ((), (by_hand(),)):
+            stream = await world.streams.dial(*address(prefill))
+            framed = FramedStream(stream)
+            for hello in hellos:
+                await framed.send(hello)
+                await framed.receive()
+            await stream.send_all(header)
+            await trio.testing.wait_all_tasks_blocked()
+            assert prefill._listener._diallers == 0
+            assert await stream.receive_some() == b""
+        errors = [entry["error"] for entry in world.logged("handshake_failed")]
+        assert len(errors) == 2
+        assert all("over the limit" in error for error in errors)
+
+
+async def test_h1_a_large_frame_before_the_listeners_proof_is_not_buffered(
+    autojump_clock,
+) -> None:
+    """Nor does a dialler take one from somebody who has not proved the secret."""
+    world, pool = World(), Pool()
+    impostor = Impostor(world, pool)
+
+    async def script(stream) -> None:
+        framed = FramedStream(stream)
+        await framed.receive()
+        nonce = bytes(32)
+        await framed.send(
+            encode(Hello(PROTOCOL_VERSION, impostor.key, "", Purpose.LINK, nonce))
+        )
+        await framed.receive()
+        await stream.send_all(MAX_CARD_BYTES.to_bytes(4, "big"))
+        await trio.sleep_forever()
+
+    async with world.engine("c", Pool()) as decode, trio.open_nursery() as nursery:
+        await nursery.start(impostor.serve, script)
+        with pytest.raises(ProtocolViolation, match="over the limit"):
+            await decode.pull(impostor.ticket("r", [1], 4), {GROUP: [2]})
+        nursery.cancel_scope.cancel()
+
+
+async def test_h1_nobody_is_shown_a_card_who_has_not_proved_the_secret(
+    autojump_clock,
+) -> None:
+    """Metadata opens memory: a dialler keeps its own until the listener has proved."""
+    world, pool = World(), Pool()
+    impostor = Impostor(world, pool)
+    heard: list[bytes] = []
+
+    async def script(stream) -> None:
+        framed = FramedStream(stream)
+        theirs = await framed.receive()
+        nonce = bytes(32)
+        mine = encode(Hello(PROTOCOL_VERSION, impostor.key, "", Purpose.LINK, nonce))
+        await framed.send(mine)
+        heard.append(await framed.receive())
+        await framed.send(Transcript(b"guess", (theirs, mine)).proof(Role.LISTENER))
+        heard.append(await framed.receive(limit_bytes=MAX_CARD_BYTES))
+
+    async with world.engine("c", Pool()) as decode, trio.open_nursery() as nursery:
+        await nursery.start(impostor.serve, script)
+        with pytest.raises(HandshakeRefused, match="secret"):
+            await decode.pull(impostor.ticket("r", [1], 4), {GROUP: [2]})
+        nursery.cancel_scope.cancel()
+    assert len(heard) == 1
+
+
+@pytest.mark.parametrize("theirs", [b"t", b"", b"s\x00"], ids=repr)
+async def test_h1_a_dialler_with_another_secret_hears_no_proof(
+    autojump_clock, theirs
+) -> None:
+    """It is told why, typed, and nothing of ours that it could try secrets on."""
+    world = World()
+    async with world.engine("p", Pool(), secret=b"s") as prefill:
+        framed = FramedStream(await world.streams.dial(*address(prefill)))
+        mine = by_hand()
+        await framed.send(mine)
+        transcript = Transcript(theirs, (mine, await framed.receive()))
+        await framed.send(transcript.proof(Role.DIALLER))
+        with pytest.raises(HandshakeRefused, match="secret") as caught:
+            transcript.check_proof(await framed.receive(), Role.LISTENER)
+        assert caught.value.reason == "secret"
+        with pytest.raises(PeerLost):
+            await framed.receive()
+
+
+# What diallers come for.
+
+
+class Instance:
+    """Takes joins and questions, and writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple] = []
+        self.says: bytes | Refusal = b"manifest"
+
+    def enrol(self, key, body) -> bytes | Refusal:
+        self.heard.append(("enrol", key, body))
+        return self.says
+
+    def describe(self, key, body) -> bytes | Refusal:
+        self.heard.append(("describe", key, body))
+        return self.says
+
+    def on_open(self, link, body) -> None:
+        self.heard.append(("open", link.peer, body))
+
+    def on_message(self, link, message) -> None:
+        self.heard.append(("message", link.peer, message))
+
+    def on_end(self, link, cause) -> None:
+        self.heard.append(("end", link.peer, type(cause)))
+
+
+async def come(
+    world, engine, purpose, body=b"body", *, wanted=None
+) -> tuple[FramedStream, bytes]:
+    """A dialler that comes for something; its stream, and what it is answered."""
+    ours = Credentials(
+        READER, Card(IDENTITY, Pool().cache.layout, b""), b"", frozenset()
+    )
+    framed = FramedStream(await world.streams.dial(*address(engine)))
+    key, answer = await call(
+        framed, ours, wanted or engine.key.engine_id, purpose, body, decode=bytes
+    )
+    assert key == engine.key
+    return framed, answer
+
+
+@pytest.mark.parametrize("purpose", [Purpose.JOIN, Purpose.ASK])
+async def test_an_engine_without_an_instance_says_so(autojump_clock, purpose) -> None:
+    """Nobody joins it or asks it: a typed refusal."""
+    world = World()
+    async with world.engine("p", Pool()) as prefill:
+        with pytest.raises(HandshakeRefused, match=purpose.value) as caught:
+            await come(world, prefill, purpose)
+        assert caught.value.reason == RefusalReason.PURPOSE.value
+
+
+async def test_who_asks_is_answered_and_has_no_link(autojump_clock) -> None:
+    """One question, one answer; then the stream is closed."""
+    world, instance = World(), Instance()
+    async with world.engine("p", Pool(), max_links=1) as prefill:
+        prefill._listener._instance = instance
+        await connected(world, prefill)  # asking needs no link's place
+        framed, answer = await come(world, prefill, Purpose.ASK, b"")
+        assert answer == b"manifest"
+        with pytest.raises(PeerLost):
+            await framed.receive()
+        assert instance.heard == [("describe", READER, b"")]
+        assert prefill.statistics()["links"] == 1
+
+
+async def test_who_joins_keeps_a_link(autojump_clock) -> None:
+    """The service hears of it from beginning to end."""
+    world, instance = World(), Instance()
+    async with world.engine("p", Pool()) as prefill:
+        prefill._listener._instance = instance
+        framed, answer = await come(world, prefill, Purpose.JOIN)
+        assert answer == b"manifest"
+        await framed.send(encode_message(Registered("r", 0)))
+        await trio.testing.wait_all_tasks_blocked()
+        assert prefill.statistics()["links"] == 1
+        await framed.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        assert prefill.statistics()["links"] == 0
+    assert instance.heard == [
+        ("enrol", READER, b"body"),
+        ("open", READER, b"body"),
+        ("message", READER, Registered("r", 0)),
+        ("end", READER, PeerLost),
+    ]
+
+
+@pytest.mark.parametrize("purpose", [Purpose.JOIN, Purpose.ASK])
+async def test_an_instance_may_refuse(autojump_clock, purpose) -> None:
+    """The dialler hears the reason and the words."""
+    world, instance = World(), Instance()
+    instance.says = Refusal(RefusalReason.INCOMPLETE, "tp 1 is missing")
+    async with world.engine("p", Pool()) as prefill:
+        prefill._listener._instance = instance
+        with pytest.raises(HandshakeRefused, match="tp 1 is missing") as caught:
+            await come(world, prefill, purpose)
+        assert caught.value.reason == "incomplete"
+        await trio.testing.wait_all_tasks_blocked()
+        assert prefill.statistics()["links"] == 0
+        assert prefill.statistics()["handshakes_refused"] == 1
+        assert len(instance.heard) == 1
+
+
+async def test_a_join_needs_a_links_place(autojump_clock) -> None:
+    """There is no more than `max_links` of both kinds."""
+    world, instance = World(), Instance()
+    async with world.engine("p", Pool(), max_links=1) as prefill:
+        prefill._listener._instance = instance
+        await come(world, prefill, Purpose.JOIN)
+        with pytest.raises(HandshakeRefused, match="busy"):
+            await come(world, prefill, Purpose.JOIN)
+        with pytest.raises(HandshakeRefused, match="busy"):
+            await connected(world, prefill)
+        assert instance.heard[-1][0] == "enrol"
+
+
+async def test_a_reception_that_raises_ends_that_dialler_alone(autojump_clock) -> None:
+    """A body that is none is nonsense of one dialler."""
+    world, instance = World(), Instance()
+
+    def enrol(key, body) -> bytes:
+        raise ProtocolViolation("no enrolment")
+
+    instance.enrol = enrol
+    async with world.engine("p", Pool()) as prefill:
+        prefill._listener._instance = instance
+        with pytest.raises(PeerLost):
+            await come(world, prefill, Purpose.JOIN)
+        await connected(world, prefill)
+        assert prefill.statistics()["links"] == 1
+
+
+@pytest.mark.parametrize("wanted", ["q", EngineKey("p", "another", Rank())], ids=str)
+async def test_who_calls_for_another_is_told(autojump_clock, wanted) -> None:
+    """By the listener if the engine is another, by itself if the start is."""
+    world, instance = World(), Instance()
+    async with world.engine("p", Pool()) as prefill:
+        prefill._listener._instance = instance
+        with pytest.raises((HandshakeRefused, WrongPeer)):
+            await come(world, prefill, Purpose.ASK, wanted=wanted)
+        assert not instance.heard
 
 
 class Faulty(BoundListener):

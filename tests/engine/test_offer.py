@@ -132,8 +132,8 @@ async def test_an_ended_offer_is_remembered_without_its_blocks(autojump_clock) -
     async with World().engine("p", producer) as prefill:
         offer = prefill.offer("r", producer.stamp([1], num_tokens=4), num_tokens=4)
         offer.withdraw()
-        (held,) = prefill._offers._ended.values()
-        assert held.ticket.spans == {}
+        (share,) = prefill._offers._ended.values()
+        assert share.ticket.spans == {}
         assert offer.ticket.spans[GROUP].block_ids == (1,)
 
 

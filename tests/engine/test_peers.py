@@ -23,11 +23,13 @@ from kvferry.engine.link import FramedStream
 from kvferry.protocol.framing import MAX_CARD_BYTES, encode_frame
 from kvferry.protocol.handshake import (
     Hello,
-    Introduction,
+    Proof,
+    Purpose,
     Role,
+    Transcript,
     decode_hello,
     encode,
-    introduce,
+    encode_card,
 )
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.link import Confirmed, Registered, Renew, encode_message
@@ -105,36 +107,55 @@ async def announces_too_much(stream, impostor) -> None:
     await trio.sleep_forever()
 
 
-async def shows_half_a_card(stream, impostor) -> None:
-    """A proper hello, and the first half of an introduction."""
-    framed = FramedStream(stream)
+async def greeted(framed, impostor) -> Transcript:
+    """Both hellos, and the dialler's proof."""
     theirs, mine = await framed.receive(), impostor_hello(impostor)
     await framed.send(mine)
+    transcript = Transcript(b"", (theirs, mine))
+    transcript.check_proof(await framed.receive(), Role.DIALLER)
+    return transcript
+
+
+async def stops_after_its_proof(stream, impostor) -> None:
+    """A proper hello and proof, then silence."""
+    framed = FramedStream(stream)
+    transcript = await greeted(framed, impostor)
+    await framed.send(transcript.proof(Role.LISTENER))
+    await trio.sleep_forever()
+
+
+async def shows_half_a_card(stream, impostor) -> None:
+    """A proper hello and proof, and the first half of an introduction."""
+    framed = FramedStream(stream)
+    transcript = await greeted(framed, impostor)
+    await framed.send(transcript.proof(Role.LISTENER))
     await framed.receive(limit_bytes=MAX_CARD_BYTES)
-    introduction = introduce(
-        impostor.card, role=Role.LISTENER, secret=b"", hellos=(theirs, mine)
-    )
+    introduction = transcript.introduction(encode_card(impostor.card), Role.LISTENER)
     frame = encode_frame(introduction, limit_bytes=MAX_CARD_BYTES)
     await stream.send_all(frame[: len(frame) // 2])
 
 
 async def proves_nothing(stream, impostor) -> None:
-    """A proper hello, and a card whose proof is wrong."""
+    """A proper hello, and the dialler's own proof, played back: the role is part of it."""
     framed = FramedStream(stream)
-    theirs, mine = await framed.receive(), impostor_hello(impostor)
-    await framed.send(mine)
-    await framed.receive(limit_bytes=MAX_CARD_BYTES)
-    # Our own words, played back: the role is part of the proof.
-    introduction = introduce(
-        impostor.card, role=Role.DIALLER, secret=b"", hellos=(theirs, mine)
-    )
+    transcript = await greeted(framed, impostor)
+    await framed.send(transcript.proof(Role.DIALLER))
+    await trio.sleep_forever()
+
+
+async def proves_nothing_of_its_card(stream, impostor) -> None:
+    """A proper hello and proof, and a card that somebody else has introduced."""
+    framed = FramedStream(stream)
+    transcript = await greeted(framed, impostor)
+    await framed.send(transcript.proof(Role.LISTENER))
+    introduction = await framed.receive(limit_bytes=MAX_CARD_BYTES)
     await framed.send(introduction, limit_bytes=MAX_CARD_BYTES)
     await trio.sleep_forever()
 
 
 def impostor_hello(impostor: Impostor) -> bytes:
     """Its hello, encoded."""
-    return encode(Hello(PROTOCOL_VERSION, impostor.key, "", bytes(32)))
+    return encode(Hello(PROTOCOL_VERSION, impostor.key, "", Purpose.LINK, bytes(32)))
 
 
 MUTE = {
@@ -148,8 +169,10 @@ MUTE = {
     drips: PeerUnreachable,
     talks_nonsense: ProtocolViolation,
     announces_too_much: ProtocolViolation,
+    stops_after_its_proof: PeerUnreachable,
     shows_half_a_card: PeerLost,
     proves_nothing: HandshakeRefused,
+    proves_nothing_of_its_card: HandshakeRefused,
 }
 
 
@@ -392,21 +415,16 @@ async def test_the_wrong_secret_sees_no_metadata(autojump_clock) -> None:
         assert prefill.statistics()["links"] == 0
         # The same by hand: all that comes back is a refusal.
         framed = FramedStream(await world.streams.dial(*address(prefill)))
-        mine = encode(
-            Hello(PROTOCOL_VERSION, EngineKey("c", "1", Rank()), "p", bytes(32))
-        )
+        reader = EngineKey("c", "1", Rank())
+        mine = encode(Hello(PROTOCOL_VERSION, reader, "p", Purpose.LINK, bytes(32)))
         await framed.send(mine)
         theirs = await framed.receive()
         decode_hello(theirs)
-        card = decode._listener._ours.card
-        await framed.send(
-            introduce(card, role=Role.DIALLER, secret=b"", hellos=(mine, theirs)),
-            limit_bytes=MAX_CARD_BYTES,
-        )
-        answer = await framed.receive(limit_bytes=MAX_CARD_BYTES)
+        await framed.send(Transcript(b"", (mine, theirs)).proof(Role.DIALLER))
+        answer = await framed.receive()
         assert agent(prefill).encode() not in answer
         with pytest.raises(msgspec.ValidationError):
-            msgspec.msgpack.decode(answer, type=Introduction)
+            msgspec.msgpack.decode(answer, type=Proof)
         with pytest.raises(PeerLost):
             await framed.receive(limit_bytes=MAX_CARD_BYTES)
         await framed.aclose()

@@ -21,7 +21,7 @@ from kvferry.engine import (
     PushRevoked,
     TransferFailed,
 )
-from kvferry.engine.handshake import Credentials, answer, greet
+from kvferry.engine.handshake import Credentials, greet
 from kvferry.engine.link import FramedStream
 from kvferry.protocol.handshake import Card
 from kvferry.protocol.identity import EngineKey, Rank
@@ -42,7 +42,7 @@ from kvferry.protocol.link import (
 )
 from kvferry.protocol.notices import TOKEN_BYTES, Written, encode_notice
 from kvferry.protocol.ticket import Contact, RankAddress, TicketSpan
-from tests.kit import GROUP, IDENTITY, Pool, World, address, agent, at_base
+from tests.kit import GROUP, IDENTITY, Pool, World, address, agent, answer, at_base
 from tests.pushing import OURS, begin_landing, begin_push
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import structlog
 import trio
 
 import kvferry.engine.fabric.nixl  # noqa: F401 - seconds, before anything is timed
-from kvferry.engine import EngineConfig, Span, open_engine
+from kvferry.engine import EngineConfig, Rank, Span, open_engine
 from kvferry.engine.fabric.base import Operation
 from kvferry.engine.waves import Waves
 from kvferry.protocol import ModelIdentity, Ticket
@@ -46,6 +46,10 @@ class Told(PushCommands):
         self._nursery = nursery
         self._offers: dict[str, Offer] = {}
         self._begun: dict[str, Begun] = {}
+
+    async def ready(self) -> Any:
+        """Wait until every rank of the instance has joined."""
+        await self._engine.instance_ready(10.0)
 
     # The producer's side.
 
@@ -264,7 +268,15 @@ def _config(settings: dict[str, Any]) -> EngineConfig:
     }
     identity = ModelIdentity(**{**facts, **settings.pop("identity", {})})
     secret = settings.pop("secret", "").encode()
-    return EngineConfig(identity=identity, secret=secret, **settings)
+    rank = Rank(*settings.pop("rank", (0, 1)))
+    join = settings.pop("join", None)
+    return EngineConfig(
+        identity=identity,
+        secret=secret,
+        rank=rank,
+        join=join and tuple(join),
+        **settings,
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from kvferry.protocol import handshake, link, notices
 from kvferry.protocol.errors import BadTicket, FerryError, ProtocolViolation
-from kvferry.protocol.handshake import Card, Hello, Introduction, Refusal, Role
+from kvferry.protocol.handshake import (
+    Card,
+    Hello,
+    Introduction,
+    Proof,
+    Purpose,
+    Refusal,
+    Role,
+    Transcript,
+    decode_card,
+)
 from kvferry.protocol.identity import Difference, EngineKey, ModelIdentity, Rank
 from kvferry.protocol.layout import (
     Axis,
@@ -24,6 +34,7 @@ from kvferry.protocol.layout import (
     Shard,
 )
 from kvferry.protocol.ticket import RankOffer, Ticket, TicketSpan
+from kvferry.protocol.version import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,11 +73,19 @@ TICKET = Ticket(
 )
 
 
-def decode_card(payload: bytes) -> Card:
-    """A card whose sender knows the secret."""
-    mac = handshake._mac(payload, Role.DIALLER, b"s", HELLOS)
-    introduction = Introduction(payload, mac)
-    return handshake.verify(introduction, role=Role.DIALLER, secret=b"s", hellos=HELLOS)
+TRANSCRIPT = Transcript(b"s", HELLOS)
+
+
+def check_proof(payload: bytes) -> Proof:
+    """A proof whose MAC holds."""
+    TRANSCRIPT.check_proof(payload, Role.DIALLER)
+    return msgspec.msgpack.decode(payload, type=Proof)
+
+
+def introduced(payload: bytes) -> Introduction:
+    """An introduction whose MAC holds."""
+    body = TRANSCRIPT.body(payload, Role.DIALLER)
+    return Introduction(body, TRANSCRIPT._mac("introduction", Role.DIALLER, body))
 
 
 class Wire(NamedTuple):
@@ -86,13 +105,16 @@ class Wire(NamedTuple):
         return msgspec.msgpack.decode(self.payload)
 
 
+SOUGHT = link.Sought("ab" * 32, 1, "o")
 MESSAGES: tuple[link.LinkMessage, ...] = (
     link.Renew("r", "o", 3, (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))),
     link.ReadFinished("r", "o", 3),
     link.Confirmed(KEY, "r", 3, 7),
     link.Refused("r", 3, link.RefusedReason.WITHDRAWN),
     link.Decline("r", "o", (Rank(),), "why"),
-    link.OfferReady("r", 3),
+    link.Decline("r", SOUGHT, (Rank(),), "why"),
+    link.OfferReady("r", 3, "o"),
+    link.Spare("r", SOUGHT, (Rank(),)),
     link.Claim(7, (msgspec.structs.replace(LAYOUT, regions=()),)),
     link.Register(
         "r",
@@ -116,9 +138,16 @@ MESSAGES: tuple[link.LinkMessage, ...] = (
     link.Pong(),
 )
 WIRES = (
-    Wire("hello", handshake.decode_hello, Hello(1, KEY, "decode-0", bytes(32))),
     Wire(
-        "introduction", handshake.decode_introduction, Introduction(b"card", bytes(32))
+        "hello",
+        handshake.decode_hello,
+        Hello(PROTOCOL_VERSION, KEY, "decode-0", Purpose.JOIN, bytes(32)),
+    ),
+    Wire("proof", check_proof, Proof(TRANSCRIPT._mac("proof", Role.DIALLER))),
+    Wire(
+        "introduction",
+        introduced,
+        Introduction(b"c", TRANSCRIPT._mac("introduction", Role.DIALLER, b"c")),
     ),
     Wire("card", decode_card, CARD),
     Wire("ticket", Ticket.from_bytes, TICKET),

@@ -41,6 +41,8 @@ from kvferry.protocol.link import (
     Renew,
     Revoke,
     Revoked,
+    Sought,
+    Spare,
     decode_message,
     encode_message,
 )
@@ -89,14 +91,17 @@ def sheet(heads: int = 2, *, layers: int = 1, regions: int = 0) -> CacheLayout:
     return CacheLayout((region,) * regions, (GroupLayout("full", 16, 113, fields),))
 
 
+sought = st.builds(Sought, ids, numbers, ids)
+offers = ids | sought
 sheets = st.builds(sheet, st.integers(1, 8), layers=st.integers(0, 3))
 messages = st.one_of(
-    st.builds(Renew, ids, ids, attempts, readers),
+    st.builds(Renew, ids, offers, attempts, readers),
     st.builds(ReadFinished, ids, ids, attempts),
     st.builds(Confirmed, keys, ids, attempts, attempts),
     st.builds(Refused, ids, attempts, st.sampled_from(RefusedReason)),
-    st.builds(Decline, ids, ids, readers, details),
-    st.builds(OfferReady, ids, attempts),
+    st.builds(Decline, ids, offers, readers, details),
+    st.builds(Spare, ids, st.none() | sought, readers),
+    st.builds(OfferReady, ids, attempts, ids),
     st.builds(Claim, numbers, st.lists(sheets, max_size=3).map(tuple)),
     st.builds(Register, ids, attempts, leases, numbers, tokens, counts, spans, readers),
     st.builds(Registered, ids, attempts),
@@ -130,11 +135,23 @@ def registration(**changes: object) -> Register:
     return msgspec.structs.replace(REGISTER, **changes)
 
 
+def _ready(request_id: str, attempt: int) -> OfferReady:
+    return OfferReady(request_id, attempt, "o")
+
+
 TOO_MUCH: list[LinkMessage] = [
     Renew("", "o", 0, (RANK,)),
     Renew(LONG, "o", 0, (RANK,)),
     Renew("r", "", 0, (RANK,)),
     Renew("r", "x" * 65, 0, (RANK,)),
+    Renew("r", Sought("", 0, "o"), 0, (RANK,)),
+    Renew("r", Sought("x" * 65, 0, "o"), 0, (RANK,)),
+    Renew("r", Sought("d", -1, "o"), 0, (RANK,)),
+    Renew("r", Sought("d", 2**31, "o"), 0, (RANK,)),
+    Renew("r", Sought("d", 0, ""), 0, (RANK,)),
+    Spare("r", Sought("d", 0, "x" * 65), (RANK,)),
+    Spare("r", None, ()),
+    OfferReady("r", 0, ""),
     Renew("r", "o", -1, (RANK,)),
     Renew("r", "o", 2**62, (RANK,)),
     Renew("r", "o", 0, ()),
@@ -178,7 +195,7 @@ TOO_MUCH: list[LinkMessage] = [
     Aborted("r", 0, AbortedReason.FAILED, "x" * 1025),
     *(
         plain(*values)
-        for plain in (OfferReady, Registered, Extend, Landed, Revoke, Revoked)
+        for plain in (_ready, Registered, Extend, Landed, Revoke, Revoked)
         for values in (("", 0), (LONG, 0), ("r", -1), ("r", 2**62))
     ),
 ]
@@ -252,7 +269,7 @@ def test_a_ping_carries_nothing(kind: str) -> None:
 def test_a_detail_may_be_left_out() -> None:
     """Nobody owes a reason."""
     for plain in (
-        {"type": "decline", "request_id": "r", "offer_id": "o", "readers": [{}]},
+        {"type": "decline", "request_id": "r", "offer": "o", "readers": [{}]},
         {"type": "aborted", "request_id": "r", "attempt": 0, "reason": "failed"},
         {"type": "goodbye"},
     ):

@@ -22,6 +22,7 @@ from kvferry.protocol.lifecycle.offer import (
     NoteReader,
     OfferDeclined,
     OfferMachine,
+    OfferSpared,
     OfferState,
     OfferTicked,
     ReadEnded,
@@ -60,12 +61,12 @@ def declined(reader: EngineKey, readers: tuple[Rank, ...] = ()) -> OfferDeclined
 # What every pair is. "move" has a row, "late" is ignored and counted; no pair is a
 # misuse, since most events come from peers, and the others race with them.
 TABLE = """
-           renew read  decline lost computed withdraw tick
-open       move  move  move    move move     move     move
-released   move  move  late    late late     late     late
-lost       move  move  late    late late     late     late
-expired    move  move  late    late late     late     late
-withdrawn  move  move  late    late late     late     late
+           renew read  decline lost computed spared withdraw tick
+open       move  move  move    move move     move   move     move
+released   move  move  late    late late     late   late     late
+lost       move  move  late    late late     late   late     late
+expired    move  move  late    late late     late   late     late
+withdrawn  move  move  late    late late     late   late     late
 """
 SAMPLES: dict[str, Event] = {
     "renew": renewal(FIRST),
@@ -73,6 +74,7 @@ SAMPLES: dict[str, Event] = {
     "decline": declined(FIRST),
     "computed": BlocksComputed(),
     "lost": ReaderLost(FIRST),
+    "spared": OfferSpared(),
     "withdraw": WithdrawRequested(),
     "tick": OfferTicked(),
 }
@@ -304,6 +306,43 @@ EXAMPLES = [
         "a reader goes away when the lease is over",
         ACCEPTED,
         ReaderLost(FIRST),
+        S.EXPIRED,
+        [EndOffer()],
+        LEASE_S,
+    ),
+    Example(
+        "who does not know its id is told it, however ready",
+        (),
+        RenewArrived(FIRST, RANKS, asks=True),
+        S.OPEN,
+        [NoteReader(FIRST), ReportReady(FIRST)],
+    ),
+    Example(
+        "who does not know its id is told when it is ready",
+        (RenewArrived(FIRST, RANKS, asks=True),),
+        BlocksComputed(),
+        S.OPEN,
+        [ReportReady(FIRST)],
+        is_ready=False,
+    ),
+    Example(
+        "nobody will read from here",
+        (),
+        OfferSpared(),
+        S.RELEASED,
+        [EndOffer()],
+    ),
+    Example(
+        "somebody reads although nobody would",
+        ACCEPTED,
+        OfferSpared(),
+        S.OPEN,
+        [],
+    ),
+    Example(
+        "nobody would have read, but the lease is over",
+        (),
+        OfferSpared(),
         S.EXPIRED,
         [EndOffer()],
         LEASE_S,
@@ -687,6 +726,7 @@ class Ledger:
         self.expected: set[Rank] = set()
         self.done: set[Rank] = set()
         self.lost: set[Rank] = set()
+        self.is_spare = False
         self.ends = 0
 
     def see(self, event: Event, now: float, effects: list[Effect]) -> None:
@@ -694,13 +734,17 @@ class Ledger:
         self.ends += effects.count(EndOffer())
         assert self.ends <= 1, "ended twice"
         ready = [e.reader for e in effects if isinstance(e, ReportReady)]
-        assert not ready or (was_held and not self.is_told)
+        is_told = self.is_told and not getattr(event, "asks", False)
+        assert not ready or (was_held and not is_told)
         if isinstance(event, BlocksComputed):
             told = [] if self.is_ready or not was_held else self.waiting()
             assert ready == told, "told others than those that wait"
             self.is_ready = True
             return
         if isinstance(event, WithdrawRequested | OfferTicked):
+            return
+        if isinstance(event, OfferSpared):
+            self.is_spare |= was_held and not self.generations
             return
         reader = event.reader
         is_known = self.instance in {None, reader.engine_id}
@@ -726,7 +770,7 @@ class Ledger:
             self.expected = self.expected or {*told, reader.rank}
             if isinstance(event, RenewArrived):
                 self.held_until = now + LEASE_S
-                due = [reader] if self.is_ready and not self.is_told else []
+                due = [reader] if self.is_ready and not is_told else []
                 assert ready == due, "a renewal was answered without the readiness"
             else:
                 self.done.add(reader.rank)
@@ -748,6 +792,7 @@ class Ledger:
             assert not self.done or not self.expected <= self.done
         if machine.state in {S.RELEASED, S.LOST}:
             assert self.done >= self.expected
+            assert self.done or self.is_spare
             assert (machine.state is S.LOST) == bool(self.lost)
 
 
@@ -764,6 +809,7 @@ def test_every_short_sequence_of_events_agrees_with_the_ledger() -> None:
     readers = (FIRST, SECOND, REBORN)
     questions = (renewal, ReadEnded, declined, ReaderLost)
     events = [question(reader) for question in questions for reader in readers]
+    events += [RenewArrived(SECOND, RANKS, asks=True), OfferSpared()]
     events += [WithdrawRequested(), BlocksComputed(), OfferTicked()]
     steps = [(event, passed) for event in events for passed in (0.0, LEASE_S)]
     runs = itertools.product((True, False), itertools.product(steps, repeat=3))
@@ -794,9 +840,14 @@ class OfferModel(RuleBasedStateMachine):
     def let_in(self, event: Event) -> None:
         drive(self.machine, self.ledger, event, self.now)
 
-    @rule(reader=keys)
-    def a_reader_renews(self, reader: EngineKey) -> None:
-        self.let_in(RenewArrived(reader, self.readers))
+    @rule(reader=keys, asks=st.booleans())
+    def a_reader_renews(self, *, reader: EngineKey, asks: bool) -> None:
+        self.let_in(RenewArrived(reader, self.readers, asks))
+
+    @rule(is_likely=st.integers(0, 3))
+    def nobody_will_read(self, is_likely: int) -> None:
+        if not is_likely:
+            self.let_in(OfferSpared())
 
     @rule(reader=keys, is_declining=st.booleans())
     def a_reader_ends(self, *, reader: EngineKey, is_declining: bool) -> None:

@@ -26,6 +26,7 @@ from kvferry.protocol.lifecycle.push import (
     PushCancelled,
     PushFailed,
     PushMachine,
+    PushSpared,
     PushState,
     PushTicked,
     ReaderDeclined,
@@ -65,13 +66,13 @@ UNLISTED = EngineKey("decode-0", "a1", Rank(tp=0, tp_size=3))
 STRANGERS = (REBORN, OTHER, UNLISTED)
 
 TABLE = """
-          joined landed ended declined commit failed cancel tick
-open      move   late   move  move     move   move   move   move
-committed move   move   move  move     BUG    move   move   move
-ending    move   move   move  late     late   late   move   move
-done      move   late   late  late     late   late   late   late
-failed    move   late   late  late     late   late   late   late
-cancelled move   late   late  late     late   late   late   late
+          joined landed ended declined spared commit failed cancel tick
+open      move   late   move  move     move   move   move   move   move
+committed move   move   move  move     move   BUG    move   move   move
+ending    move   move   move  late     late   late   late   move   move
+done      move   late   late  late     late   late   late   late   late
+failed    move   late   late  late     late   late   late   late   late
+cancelled move   late   late  late     late   late   late   late   late
 """
 
 
@@ -84,6 +85,7 @@ SAMPLES: dict[str, Event] = {
     "landed": ReaderLanded(FIRST),
     "ended": ReaderEnded(FIRST, FAILED),
     "declined": ReaderDeclined(SECOND),
+    "spared": PushSpared(),
     "commit": CommitRequested(),
     "failed": PushFailed(FAILED),
     "cancel": PushCancelled(),
@@ -211,6 +213,35 @@ EXAMPLES = [
         ReaderDeclined(SECOND),
         S.ENDING,
         [abort(PushRevoked)],
+    ),
+    Example("nobody needs it", (), PushSpared(), S.OPEN, []),
+    Example(
+        "nobody needs what is all there",
+        (CommitRequested(),),
+        PushSpared(),
+        S.DONE,
+        [],
+    ),
+    Example(
+        "what nobody needs is all there",
+        (PushSpared(),),
+        CommitRequested(),
+        S.DONE,
+        [],
+    ),
+    Example(
+        "somebody writes although nobody would",
+        (*ONE, CommitRequested()),
+        PushSpared(),
+        S.COMMITTED,
+        [],
+    ),
+    Example(
+        "somebody comes although nobody would",
+        (PushSpared(),),
+        joined(FIRST),
+        S.OPEN,
+        [RefuseReader(FIRST)],
     ),
     Example("a stranger does not want it", ONE, ReaderDeclined(OTHER), S.OPEN, []),
     Example("a commit before anyone came", (), CommitRequested(), S.COMMITTED, []),
@@ -673,6 +704,7 @@ def alphabet() -> Iterator[tuple[Event, float]]:
         yield ReaderLanded(reader), 0.0
         yield ReaderEnded(reader, LOST), 0.0
         yield ReaderDeclined(reader), 0.0
+    yield PushSpared(), 0.0
     yield CommitRequested(), 0.0
     yield CommitRequested(("a part",)), 0.0
     yield PushFailed(FAILED), 0.0

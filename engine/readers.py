@@ -1,0 +1,79 @@
+"""Who reads from whom, between all ranks of two instances.
+
+Each consumer rank computes the whole table for itself, from the layouts in the two
+manifests and by the planner's own choice among replicas, so that what one of them
+tells a producer rank of its siblings is what these will do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from kvferry.engine.plan import Pairing
+from kvferry.engine.validity import check_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Mapping
+
+    from kvferry.protocol.identity import Rank
+    from kvferry.protocol.layout import CacheLayout
+
+__all__ = ("providers", "reader_table")
+
+KeyT = TypeVar("KeyT", bound="Hashable")
+
+
+def providers(
+    local: CacheLayout,
+    remotes: Mapping[KeyT, CacheLayout],
+    *,
+    reader: int,
+    skip_groups: frozenset[str] = frozenset(),
+) -> frozenset[KeyT]:
+    """The producer ranks that a plan of `kvferry.engine.plan.prepare_plan` reads from.
+
+    Args:
+        local: The consumer rank's layout; neither side's needs regions.
+        remotes: All ranks of the producer's instance, in the plan's order.
+        reader, skip_groups: As the plan's.
+
+    Raises:
+        ImpossiblePlan: Nobody holds a unit, or the layouts cannot be paired.
+    """
+    for key, remote in remotes.items():
+        check_layout(remote, side=f"producer {key}")
+    return _providers(local, Pairing(remotes, reader), skip_groups)
+
+
+def reader_table(
+    consumers: Mapping[Rank, CacheLayout],
+    producers: Mapping[KeyT, CacheLayout],
+    *,
+    skip_groups: frozenset[str] = frozenset(),
+) -> Iterator[tuple[Rank, frozenset[KeyT]]]:
+    """The providers of each consumer rank, one after the other: each takes its time.
+
+    Args:
+        consumers: All ranks of the consumer's instance.
+        producers: All ranks of the producer's, in the plan's order.
+        skip_groups: The same on all the consumer's ranks.
+
+    Raises:
+        ImpossiblePlan: As `providers`; names the consumer rank.
+    """
+    for key, remote in producers.items():
+        check_layout(remote, side=f"producer {key}")
+    pairing = Pairing(producers, 0)
+    for rank, layout in consumers.items():
+        yield rank, _providers(layout, pairing.of_reader(rank.tp), skip_groups)
+
+
+def _providers(
+    local: CacheLayout, pairing: Pairing[KeyT], skip_groups: frozenset[str]
+) -> frozenset[KeyT]:
+    return frozenset(
+        share.holder.key
+        for group in local.groups
+        if group.name not in skip_groups
+        for share in pairing.shares(group)
+    )
