@@ -109,6 +109,16 @@ async def withdrawn(scene: Scene) -> FerryError:
     return await scene.error_after(offer.withdraw, offer.ticket)
 
 
+async def differing(scene: Scene) -> FerryError:
+    pools = [Pool(tp=(i, 2)) for i in range(2)]
+    ranks = await scene.stack.enter_async_context(scene.world.joined("pp", pools))
+    tickets = [
+        engine.offer("r", {GROUP: [number, 3]}, num_tokens=7).ticket
+        for number, engine in enumerate(ranks)
+    ]
+    return await scene.error(tickets[0])
+
+
 async def expired(scene: Scene) -> FerryError:
     ticket = scene.offer().ticket
     await trio.sleep(4)
@@ -220,6 +230,7 @@ CASES = [
     Case("UnknownOffer", lambda s: s.error(s.altered(offer_id="x")), "reading", True),
     Case("OfferSpent", spent, "reading", is_touched=True),
     Case("OfferWithdrawn", withdrawn, "reading", is_touched=True),
+    Case("OfferDiffers", differing, "planned"),
     Case("TransferFailed", failed, "reading", is_touched=True),
     Case("TransferFailed", forgotten, "reading", is_touched=True),
     Case("LeaseExpired", expired, "reading", is_touched=True),

@@ -455,16 +455,14 @@ async def test_ranks_send_to_each_other(autojump_clock) -> None:
             engine._instance.on_relayed = hear
         for engine in engines:
             for other in engines:
-                engine._instance.send(
-                    other.key.rank, Spare("r", "digest", 0, (Rank(),))
-                )
+                engine._instance.send(other.key.rank, Spare("r", None, (Rank(),)))
         await trio.sleep(1.0)
         assert sorted(heard) == [(a, b) for a in range(3) for b in range(3)]
         world.streams.cut(*address(engines[0]))
         await trio.sleep(0.01)
         for engine, error in ((engines[0], InstanceIncomplete), (engines[1], PeerLost)):
             with pytest.raises(error):
-                engine._instance.send(ranks(3)[2], Spare("r", "digest", 0, (Rank(),)))
+                engine._instance.send(ranks(3)[2], Spare("r", None, (Rank(),)))
 
 
 async def test_what_a_message_breaks_ends_nothing(autojump_clock) -> None:
@@ -473,8 +471,8 @@ async def test_what_a_message_breaks_ends_nothing(autojump_clock) -> None:
     async with world.joined("p", [Pool(), Pool()]) as (lead, member):
         for engine in (lead, member):
             engine._instance.on_relayed = lambda *_: 1 / 0
-        lead._instance.send(ranks(2)[1], Spare("r", "digest", 0, (Rank(),)))
-        member._instance.send(ranks(2)[0], Spare("r", "digest", 0, (Rank(),)))
+        lead._instance.send(ranks(2)[1], Spare("r", None, (Rank(),)))
+        member._instance.send(ranks(2)[0], Spare("r", None, (Rank(),)))
         await trio.sleep(1.0)
         assert len(world.logged("relay_failed")) == 2
         await is_ready(lead, member)
