@@ -236,6 +236,7 @@ NOT_BY_A_PULL = {
     "PushAborted": "a landing",
     "PushRevoked": "a push",
     "IncompletePush": "a push",
+    "InstanceIncomplete": "an instance",
 }
 FAMILIES = {"FerryError", "PeerError", "TransferError", OfferRefused.__name__}
 """Only their members are raised."""

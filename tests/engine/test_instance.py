@@ -116,11 +116,12 @@ async def test_ranks_twice_are_refused_until_the_first_is_gone(autojump_clock) -
     """Both generations are named; the second takes over once the first has ended."""
     world = World()
     async with trio.open_nursery() as nursery:
-        lead, first, second = [
-            await world.start(nursery, "p", Pool(), **joining(rank))
-            for rank in (ranks(3)[0], ranks(3)[1], ranks(3)[1])
-        ]
-        await trio.sleep(5.0)
+        processes = []
+        for rank in (ranks(3)[0], ranks(3)[1], ranks(3)[1]):
+            process = await world.start(nursery, "p", Pool(), **joining(rank))
+            processes.append(process)
+            await trio.sleep(5.0)
+        lead, first, second = processes
         for process in (lead, second):
             with pytest.raises(InstanceIncomplete) as caught:
                 await process.engine.instance_ready(0.0)
