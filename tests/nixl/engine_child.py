@@ -15,7 +15,14 @@ import structlog
 import trio
 
 import kvferry.engine.fabric.nixl  # noqa: F401 - seconds, before anything is timed
-from kvferry.engine import EngineConfig, Span, open_engine
+from kvferry.engine import (
+    EngineConfig,
+    FerryError,
+    Rank,
+    Span,
+    TransferFailed,
+    open_engine,
+)
 from kvferry.engine.fabric.base import Operation
 from kvferry.engine.waves import cut
 from kvferry.protocol import ModelIdentity, Ticket
@@ -191,6 +198,34 @@ class Told(PushCommands):
             engine._fabric._transfers.discard(transfer)
         return len(in_flight)
 
+    # One rank of an instance.
+
+    async def ready(self) -> Any:
+        """The instance's contact, once all of it is there; or the error."""
+        try:
+            await self._engine.instance_ready(30.0)
+        except FerryError as error:
+            return {"error": type(error).__name__, "detail": error.detail}
+        return self._engine.contact.to_dict()
+
+    async def discover(self, engine_id: str, address: list[Any]) -> Any:
+        host, port = address
+        return (await self._engine.discover(engine_id, (host, port))).to_dict()
+
+    async def agree(self, key: str, work_s: float, fails: bool) -> Any:
+        """What becomes of an agreement whose work takes so long here."""
+
+        async def work() -> str:
+            await trio.sleep(work_s)
+            if fails:
+                raise TransferFailed("told to fail")
+            return "done"
+
+        try:
+            return await self._engine.agree(key, work)
+        except FerryError as error:
+            return {"error": type(error).__name__, "origin": error.origin}
+
     # Either side.
 
     async def check(
@@ -264,6 +299,7 @@ def _config(settings: dict[str, Any]) -> EngineConfig:
     }
     identity = ModelIdentity(**{**facts, **settings.pop("identity", {})})
     secret = settings.pop("secret", "").encode()
+    settings["rank"] = Rank(**settings.get("rank", {}))
     return EngineConfig(identity=identity, secret=secret, **settings)
 
 

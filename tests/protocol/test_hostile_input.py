@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.protocol import handshake, link, notices
 from kvferry.protocol.errors import BadTicket, FerryError, ProtocolViolation
+from kvferry.protocol.failure import Failure
 from kvferry.protocol.handshake import (
     Card,
     Hello,
@@ -130,6 +131,10 @@ MESSAGES: tuple[link.LinkMessage, ...] = (
     link.Aborted("r", 3, link.AbortedReason.INCOMPLETE, "why"),
     link.Revoke("r", 3),
     link.Revoked("r", 3),
+    link.Relay(Rank(), link.Spare("r", "f00", 0, (Rank(),))),
+    link.Roster(None, (Rank(),), Failure("PeerLost", Rank(), "why", "p", "x", "r")),
+    link.Vote("k", "f00", 3.0, Failure("PeerLost", Rank(), "why")),
+    link.Verdict("k", Failure("PeerLost", Rank(), "why")),
     link.Goodbye("closing"),
     link.Ping(),
     link.Pong(),
