@@ -128,7 +128,7 @@ class TransferEngine:
             staging=self._staging,
             log=log,
         )
-        rng = random.Random(str(key))  # noqa: S311 - no secret
+        rng = random.Random(fabric.name)  # noqa: S311 - no secret
         self._instance = Instance(config, ours, streams, rng=rng, log=log)
         self._asks = Asks(
             config,

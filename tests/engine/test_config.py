@@ -183,3 +183,17 @@ async def test_a_ticket_may_name_anything_as_its_host(host) -> None:
     if host:
         with pytest.raises(OSError, match=r".+"):
             await TcpStreams().dial(host, 1)
+
+
+@pytest.mark.parametrize("join", [("", 1), ("h", 0), ("h", 2**16)])
+def test_a_rank_joins_at_an_address(join) -> None:
+    """Which somebody can listen at."""
+    with pytest.raises(ConfigError, match="join"):
+        EngineConfig(**BASE, rank=Rank(1, 2), join=join)
+    EngineConfig(**BASE, rank=Rank(1, 2), join=("h", 1))
+
+
+def test_one_rank_joins_nobody() -> None:
+    """An instance of one is complete by itself."""
+    with pytest.raises(ConfigError, match="join"):
+        EngineConfig(**BASE, join=("h", 1))

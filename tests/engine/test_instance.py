@@ -8,6 +8,7 @@ import trio.testing
 
 from kvferry.engine import (
     ConfigError,
+    DeadlineExceeded,
     EngineClosed,
     EngineConfig,
     HandshakeRefused,
@@ -303,6 +304,24 @@ class Silent(trio.abc.Stream):
         """The other side does not hear of it."""
         if not self._cable.is_unplugged:
             await self._inner.aclose()
+
+
+async def test_asking_ends_at_its_deadline(autojump_clock) -> None:
+    """Somebody is there and does not answer; whoever is sooner fed up says so."""
+    world = World()
+    async with (
+        world.engine("p", Pool()) as other,
+        world.engine("c", Pool()) as consumer,
+    ):
+        world.streams.freeze(*address(other))
+        started = trio.current_time()
+        with pytest.raises(DeadlineExceeded):
+            await consumer.discover("p", address(other), deadline_s=3.0)
+        assert trio.current_time() - started == pytest.approx(3.0)
+        with pytest.raises(PeerUnreachable):
+            await consumer.discover("p", address(other))
+        assert trio.current_time() - started == pytest.approx(10.0)
+        world.streams.thaw(*address(other))
 
 
 @pytest.mark.parametrize("end", ["killed", "left", "unplugged"])

@@ -10,6 +10,7 @@ import trio
 import trio.testing
 
 from kvferry.engine import (
+    DeadlineExceeded,
     HandshakeRefused,
     InstanceIncomplete,
     PeerLost,
@@ -20,7 +21,6 @@ from kvferry.engine.ballots import MOST_OPEN, REMEMBERED
 from kvferry.engine.handshake import Credentials, Welcome, call, receive_call
 from kvferry.engine.lead import RELAY_BYTES
 from kvferry.engine.link import FramedStream, Link
-from kvferry.protocol.framing import MAX_LINK_BYTES, encode_frame
 from kvferry.protocol.handshake import Card, Purpose
 from kvferry.protocol.identity import EngineKey
 from kvferry.protocol.layout import CacheLayout
@@ -38,6 +38,7 @@ from kvferry.protocol.manifest import (
     Enrolment,
     Manifest,
     Member,
+    decode_enrolment,
     decode_manifest,
     encode_body,
 )
@@ -76,10 +77,6 @@ async def join(world, lead, rank=MEMBER, *, key=None, body=None) -> FramedStream
         await framed.aclose()
         raise
     return framed
-
-
-def frame(message) -> bytes:
-    return encode_frame(encode_message(message), limit_bytes=MAX_LINK_BYTES)
 
 
 @asynccontextmanager
@@ -244,6 +241,7 @@ class Scripted:
         self.engine_id = "p"
         self.answer = b""
         self.says: tuple = ()
+        self.heard: list = []
         self.joins = 0
         self._world = world
 
@@ -256,19 +254,19 @@ class Scripted:
     async def _answer(self, stream) -> None:
         framed = FramedStream(stream)
         answer = self.answer or encode_body(Manifest(self.engine_id, self.members))
-        await receive_call(
-            framed,
-            creds(self.key),
-            lambda *_: Welcome(answer, trio.lowlevel.checkpoint),
-        )
-        self.joins += 1
-        for message in self.says:
-            await framed.send_frames(frame(message))
+
+        def welcome(key, *_) -> Welcome:
+            return Welcome(answer, key)
+
         try:
-            while True:
-                await framed.receive(limit_bytes=MAX_LINK_BYTES)
+            key = await receive_call(framed, creds(self.key), welcome)
         except PeerLost:
-            await framed.aclose()
+            return
+        self.joins += 1
+        link = Link(framed, key, keepalive_s=5.0, silence_s=20.0)
+        for message in self.says:
+            link.post(message)
+        await link.run(self.heard.append)
 
 
 def whole(generation: str) -> tuple[Member, ...]:
@@ -302,6 +300,45 @@ async def test_h1_a_lead_that_speaks_nonsense_is_left(autojump_clock, case) -> N
                 await member.instance_ready(20.0)
             assert lead.joins > 3
             assert member.statistics()["agreements"] == 0
+        nursery.cancel_scope.cancel()
+
+
+class Early(Scripted):
+    """A lead that knows the manifest before anybody has joined."""
+
+    async def _answer(self, stream) -> None:
+        framed = FramedStream(stream)
+        answer = encode_body(Manifest("p", self.members))
+
+        def welcome(key, _purpose, body) -> Welcome:
+            member = decode_enrolment(body).member
+            every = (self.members[0], member, Member(OTHER, "x", "h", 1, BARE))
+            self.says = (Roster(Manifest("p", every)),)
+            return Welcome(answer, key)
+
+        key = await receive_call(framed, creds(self.key), welcome)
+        link = Link(framed, key, keepalive_s=5.0, silence_s=20.0)
+        link.post(self.says[0])
+        await link.run(self.heard.append)
+
+
+async def test_a_lead_that_never_answers_is_not_waited_for(autojump_clock) -> None:
+    """It is there, and says nothing of the votes: a failure, a silence after the deadline."""
+    world = World()
+    lead = Early(world)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(lead.serve)
+        async with world.engine(
+            "p", Pool(), rank=MEMBER, join=("127.0.0.1", 45_000), silence_s=20.0
+        ) as member:
+            await member.instance_ready(5.0)
+            started = trio.current_time()
+            with pytest.raises(DeadlineExceeded, match="silent"):
+                await member.agree("k", trio.lowlevel.checkpoint, deadline_s=30.0)
+            assert trio.current_time() - started == pytest.approx(50.0, abs=0.1)
+            await trio.sleep(1.0)
+            assert [vote.failure is None for vote in lead.heard] == [True, False]
+            at_base(member)
         nursery.cancel_scope.cancel()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import assert_type
 
 import torch
@@ -12,6 +13,7 @@ from kvferry.engine import (
     AttentionGroup,
     EngineConfig,
     FerryError,
+    InstanceIncomplete,
     KVCache,
     Offer,
     OfferOutcome,
@@ -128,6 +130,32 @@ async def push(
         await stream.ready(layers=["layers.1"], after=computed.wait)
         assert_type(stream.written_bytes, int)
     assert_type(stream.report, PushReport | None)
+
+
+async def together(cache: KVCache, ticket: Ticket) -> None:
+    """One rank of an instance, and one outcome for all of them."""
+    config = EngineConfig(
+        engine_id="decode-0",
+        identity=ModelIdentity(model="org/name", revision="abc", dtype="bfloat16"),
+        rank=Rank(tp=1, tp_size=2),
+        join=("10.0.0.1", 7000),
+        secret=b"of all",
+    )
+    async with open_engine(config, cache) as engine:
+        try:
+            await engine.instance_ready(deadline_s=60.0)
+        except InstanceIncomplete as error:
+            assert_type(error.detail, str)
+        assert_type(engine.contact.instance, str)
+        found = await engine.discover("prefill-0", ("10.0.0.2", 7000))
+        assert_type(found, Contact)
+        pull = partial(engine.pull, ticket, {"full": [5, 6]})
+        try:
+            report = await engine.agree("pull req-1", pull, deadline_s=9.0)
+        except FerryError as error:
+            assert_type(error.origin, str | None)
+        else:
+            assert_type(report, TransferReport)
 
 
 async def expect(engine: TransferEngine, ranks: list[dict[str, object]]) -> None:
