@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.handshake import Credentials
     from kvferry.engine.streams import Streams
+    from kvferry.engine.trust import Trust
     from kvferry.protocol.handshake import Card
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.ticket import RankAddress, RankOffer
@@ -76,6 +77,7 @@ class Dials:
         streams: Streams,
         nursery: trio.Nursery,
         *,
+        trust: Trust,
         on_connected: Callable[[EngineKey, Card, FramedStream], None],
         rng: random.Random,
         log: FilteringBoundLogger,
@@ -87,6 +89,7 @@ class Dials:
             ours: What we show.
             streams: What is dialled.
             nursery: The engine's: whoever asked may give up, the dial goes on.
+            trust: Asked about every address before it is dialled.
             on_connected: Takes over the connection; may raise, never blocks.
             rng: Where the jitter of the back-off comes from.
             log: The engine's.
@@ -95,6 +98,7 @@ class Dials:
         self._ours = ours
         self._streams = streams
         self._nursery = nursery
+        self._trust = trust
         self._on_connected = on_connected
         self._rng = rng
         self._log = log
@@ -196,6 +200,7 @@ class Dials:
             dial.ended.set()
 
     async def _connect(self, key: EngineKey, address: RankAddress | RankOffer) -> None:
+        self._trust.check_address(address.host, address.port)
         try:
             with trio.fail_after(self._config.connect_timeout_s):
                 stream = await self._streams.dial(address.host, address.port)

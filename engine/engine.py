@@ -31,6 +31,7 @@ from kvferry.engine.rearrange import Rearranger
 from kvferry.engine.services import Services
 from kvferry.engine.staging import Staging
 from kvferry.engine.traffic import Traffic
+from kvferry.engine.trust import Trust
 from kvferry.protocol.errors import (
     ConfigError,
     EngineClosed,
@@ -45,7 +46,7 @@ from kvferry.protocol.notices import decode_notice
 from kvferry.protocol.ticket import Contact, RankAddress, Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from structlog.typing import FilteringBoundLogger
 
@@ -83,6 +84,7 @@ class TransferEngine:
         streams: Streams,
         nursery: trio.Nursery,
         *,
+        wall_clock: Callable[[], float],
         log: FilteringBoundLogger,
     ) -> None:
         self.config = config
@@ -96,13 +98,16 @@ class TransferEngine:
         self._stray_notices = 0
         self._pump = Pump(fabric, config, on_notice=self._take_notice, log=log)
         self._traffic = Traffic(config)
+        self._trust = Trust(config, wall_clock=wall_clock)
         ours = Credentials(
             key,
             Card(config.identity, cache.layout, fabric.metadata()),
             config.secret,
             config.skip_groups,
         )
-        self._offers = Offers(key, config, self._pump, nursery, log=log)
+        self._offers = Offers(
+            key, config, self._pump, nursery, trust=self._trust, log=log
+        )
         self._staging = Staging(config, fabric)
         agents = Agents(fabric, log=log)
         self._peers = Peers(
@@ -111,6 +116,7 @@ class TransferEngine:
             fabric,
             streams,
             nursery,
+            trust=self._trust,
             agents=agents,
             staging=self._staging,
             log=log,
@@ -226,10 +232,12 @@ class TransferEngine:
             the spans behind ``num_tokens`` is zero.
 
         Raises:
-            MisuseError: The call can never work; nothing was transferred.
+            MisuseError: The call can never work; nothing was transferred. So with a
+                ticket of an address that nobody whom we trust has named
+                (`UntrustedTicket`): nothing is dialled, then.
             PeerError: The producer cannot be reached, differs, refuses, or was lost.
-            TransferError: The bytes did not all arrive, the lease ran out, or the
-                deadline passed.
+            TransferError: The bytes did not all arrive, the lease ran out, the ticket
+                is too old, or the deadline passed.
             EngineClosed: The engine is closing.
         """
         with _naming(ticket.request_id, ticket.engine_id):
@@ -237,6 +245,8 @@ class TransferEngine:
             priority = whole(priority, "priority")
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
             deadline_at = self._deadline_at(deadline_s)
+            self._trust.check(ticket)
+            self._trust.check_fresh(ticket)
             return await self._pulls.run(
                 PullRequest(
                     ticket, spans, computed_tokens, deadline_at, after, priority
@@ -254,7 +264,7 @@ class TransferEngine:
             raise ConfigError("an engine with listen=None cannot be pushed from")
         host, port = self.address
         address = RankAddress(self.key.rank, self.key.generation, host, port)
-        return Contact(self.key.engine_id, (address,))
+        return self._trust.sign(Contact(self.key.engine_id, (address,)))
 
     async def expect(
         self,
@@ -307,6 +317,9 @@ class TransferEngine:
             check_request_id(request_id)
             computed_tokens = whole(computed_tokens, "computed_tokens")
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
+            self._trust.check(source)
+            if ticket is not None:
+                self._trust.check_fresh(ticket)
             return await self._landings.run(
                 LandingRequest(
                     request_id,
@@ -406,11 +419,13 @@ class TransferEngine:
         """Tell the producer that a ticket will not be read: it is freed at once.
 
         Raises:
+            UntrustedTicket: As in `pull`.
             PeerError: The producer could not be told; its lease will end the offer.
             EngineClosed: The engine is closing.
         """
         with _naming(ticket.request_id, ticket.engine_id, phase="declining"):
             self._check_open()
+            self._trust.check(ticket)
             await self._peers.decline(ticket, "declined")
 
     @property

@@ -29,10 +29,12 @@ from kvferry.protocol.errors import (
     PushAborted,
     PushRevoked,
     RequestInUse,
+    TicketExpired,
     TransferError,
     TransferFailed,
     UnknownBlock,
     UnknownOffer,
+    UntrustedTicket,
     WrongPeer,
 )
 
@@ -59,9 +61,11 @@ __all__ = (
     "PushAborted",
     "PushRevoked",
     "RequestInUse",
+    "TicketExpired",
     "TransferError",
     "TransferFailed",
     "UnknownBlock",
     "UnknownOffer",
+    "UntrustedTicket",
     "WrongPeer",
 )

@@ -9,7 +9,7 @@ the callers have one around it.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvferry.protocol.errors import HandshakeRefused, WrongPeer
@@ -75,7 +75,7 @@ class Credentials:
 
     key: EngineKey
     card: Card
-    secret: bytes
+    secret: bytes = field(repr=False)
     skip_groups: frozenset[str]
 
     def differences(self, theirs: Card) -> tuple[Difference, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from kvferry.engine.streams import Streams, TcpStreams
 from kvferry.protocol.identity import EngineKey
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from structlog.typing import FilteringBoundLogger
 
@@ -43,6 +44,7 @@ async def open_engine(
     *,
     fabric: Fabric | None = None,
     streams: Streams | None = None,
+    wall_clock: Callable[[], float] = time.time,  # noqa: TID251 - tickets expire by it
     logger: Any = None,  # noqa: ANN401 - structlog's own loggers are typed as Any
 ) -> AsyncIterator[TransferEngine]:
     """Open an engine around a cache; a trio async context manager.
@@ -62,6 +64,7 @@ async def open_engine(
             device memory makes its device this thread's current one. The engine
             closes it.
         streams: Where links come from; TCP by default.
+        wall_clock: Unix seconds: by it tickets expire, and nothing else.
         logger: A structlog logger; by default one that writes to the standard
             library's logger ``kvferry``, so that nothing is printed unasked.
 
@@ -92,6 +95,7 @@ async def open_engine(
                                 fabric,
                                 streams,
                                 services.nursery,
+                                wall_clock=wall_clock,
                                 log=log,
                             )
                             # Not with `start`: were it cancelled, it would wait for

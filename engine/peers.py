@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from kvferry.engine.sources import Sources
     from kvferry.engine.staging import Staging
     from kvferry.engine.streams import Streams
+    from kvferry.engine.trust import Trust
     from kvferry.protocol.handshake import Card
     from kvferry.protocol.link import LinkMessage
     from kvferry.protocol.ticket import Contact, RankAddress, RankOffer, Ticket
@@ -149,6 +150,7 @@ class Peers:
         streams: Streams,
         nursery: trio.Nursery,
         *,
+        trust: Trust,
         agents: Agents,
         staging: Staging,
         log: FilteringBoundLogger,
@@ -167,6 +169,7 @@ class Peers:
             ours,
             streams,
             nursery,
+            trust=trust,
             on_connected=self._connected,
             rng=random.Random(fabric.name),  # noqa: S311 - no secret
             log=log,

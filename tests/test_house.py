@@ -24,16 +24,17 @@ LAYERS = (
     # words
     "protocol.errors protocol.ranges protocol.version protocol.layout",
     # messages
-    "protocol.identity protocol.signing protocol.ticket protocol.notices protocol.handshake protocol.link",
+    "protocol.identity protocol.ticket protocol.signing protocol.notices protocol.handshake protocol.link",
     # mechanics
     "protocol.framing protocol.lifecycle",
     # the face of the protocol
     "protocol.__init__",
     # arithmetic
+    "engine.addresses",
     "engine.errors engine.cost engine.config engine.report engine.spans engine.tensors engine.validity",
     "engine.arguments engine.cache engine.coverage engine.runs",
     "engine.sections engine.images engine.selection",
-    "engine.plan engine.claims engine.readiness engine.explain",
+    "engine.plan engine.claims engine.readiness engine.explain engine.trust",
     # hands
     "engine.fabric engine.streams engine.quarantine engine.guard engine.alarm",
     # motion
@@ -73,6 +74,8 @@ THIRD_PARTY = {
     "engine.after": {"trio", "torch"},
     "engine.finish": {"trio", "torch", "numpy", "structlog"},
     "engine.errors": set(),
+    "engine.addresses": set(),
+    "engine.trust": set(),
     "engine.config": set(),
     "engine.cost": set(),
     "engine.images": {"numpy"},
