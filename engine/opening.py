@@ -18,6 +18,7 @@ import trio
 
 from kvferry.engine.engine import TransferEngine
 from kvferry.engine.streams import Streams, TcpStreams
+from kvferry.engine.tls import TlsStreams
 from kvferry.protocol.identity import EngineKey
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ async def open_engine(
         fabric: The transport; NIXL over UCX by default, for which a cache in
             device memory makes its device this thread's current one. The engine
             closes it.
-        streams: Where links come from; TCP by default.
+        streams: Where links come from; TCP by default. What the configuration says of
+            TLS holds for any.
         wall_clock: Unix seconds: by it tickets expire, and nothing else.
         logger: A structlog logger; by default one that writes to the standard
             library's logger ``kvferry``, so that nothing is printed unasked.
@@ -74,7 +76,9 @@ async def open_engine(
     """
     key = EngineKey(config.engine_id, secrets.token_hex(16), config.rank)
     log = (logger or _standard_logger()).bind(engine=str(key))
-    streams = streams or TcpStreams()
+    streams = TlsStreams(
+        streams or TcpStreams(), listen=config.tls_listen, dial=config.tls_dial
+    )
     fabric = fabric or _nixl(key, cache, log)
     engine: TransferEngine | None = None
     try:

@@ -36,7 +36,7 @@ LAYERS = (
     "engine.sections engine.images engine.selection",
     "engine.plan engine.claims engine.readiness engine.explain engine.trust",
     # hands
-    "engine.fabric engine.streams engine.quarantine engine.guard engine.alarm",
+    "engine.fabric engine.streams engine.tls engine.quarantine engine.guard engine.alarm",
     # motion
     "engine.pump engine.traffic engine.waves engine.finish engine.staging engine.rearrange",
     "engine.agents engine.flight engine.drive engine.after engine.aside",
