@@ -13,6 +13,7 @@ from kvferry.engine import (
     EngineConfig,
     HandshakeRefused,
     PeerUnreachable,
+    Rank,
     TicketExpired,
     UntrustedTicket,
 )
@@ -227,6 +228,17 @@ async def test_h2_contacts_are_signed_and_merged(autojump_clock) -> None:
                 blocks = pool.stamp([1], num_tokens=4)
                 nursery.start_soon(partial(engine.push, "r", blocks, num_tokens=4))
     consumer.check([2], num_tokens=4)
+
+
+def test_h2_a_merged_ticket_is_as_old_as_its_oldest_entry() -> None:
+    """One that is too old is enough."""
+    ours, ticket = trust(secret=SECRET, clock_tolerance_s=0), at("10.0.0.1")
+    young = replace(ticket.ranks[0], rank=Rank(1, 2), expires_at=int(NOW) + 60)
+    ours.check_fresh(replace(ticket, ranks=(ticket.ranks[0], young)))
+    old = replace(ticket.ranks[0], expires_at=int(NOW) - 1)
+    for ranks in ((old, young), (young, old)):
+        with pytest.raises(TicketExpired):
+            ours.check_fresh(replace(ticket, ranks=ranks))
 
 
 # What the configuration lists.

@@ -38,7 +38,7 @@ def ticket(*ranks: RankOffer, **changes: Any) -> Ticket:
         request_id="req-1",
         num_tokens=37,
         ranks=ranks or (offer(0), offer(1)),
-        spans={"full": TicketSpan((3, None, 9), 16), "mamba": TicketSpan((2,))},
+        spans={"mamba": TicketSpan((2,)), "full": TicketSpan((3, None, 9), 16)},
     )
     return msgspec.structs.replace(plain, **changes)
 
@@ -122,6 +122,7 @@ def test_a_key_is_for_one_use() -> None:
     """What is proved in a handshake signs no ticket, a contact's signature neither."""
     uses = {derived_key(SECRET, use) for use in ("handshake", "ticket", "contact", "")}
     assert len(uses) == 4
+    assert OURS._keys[Ticket] != OURS._keys[Contact]
     offers = tuple(
         replace(entry, signature=address.signature)
         for entry, address in zip(SIGNED.ranks, SIGNED_CONTACT.ranks, strict=True)
