@@ -34,6 +34,7 @@ from kvferry.engine.rearrange import Rearranger
 from kvferry.engine.services import Services
 from kvferry.engine.staging import Staging
 from kvferry.engine.traffic import Traffic
+from kvferry.engine.trust import Trust
 from kvferry.protocol.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -96,6 +97,7 @@ class TransferEngine:
         streams: Streams,
         nursery: trio.Nursery,
         *,
+        wall_clock: Callable[[], float],
         log: FilteringBoundLogger,
     ) -> None:
         self.config = config
@@ -109,13 +111,16 @@ class TransferEngine:
         self._stray_notices = 0
         self._pump = Pump(fabric, config, on_notice=self._take_notice, log=log)
         self._traffic = Traffic(config)
+        self._trust = Trust(config, wall_clock=wall_clock)
         ours = Credentials(
             key,
             Card(config.identity, cache.layout, fabric.metadata()),
             config.secret,
             config.skip_groups,
         )
-        self._offers = Offers(key, config, self._pump, nursery, log=log)
+        self._offers = Offers(
+            key, config, self._pump, nursery, trust=self._trust, log=log
+        )
         self._staging = Staging(config, fabric)
         agents = Agents(fabric, log=log)
         self._peers = Peers(
@@ -124,6 +129,7 @@ class TransferEngine:
             fabric,
             streams,
             nursery,
+            trust=self._trust,
             agents=agents,
             staging=self._staging,
             log=log,
@@ -135,6 +141,7 @@ class TransferEngine:
             ours,
             streams,
             nursery,
+            trust=self._trust,
             turns=self._peers.dials.turns,
             rng=rng,
             log=log,
@@ -256,10 +263,12 @@ class TransferEngine:
             the spans behind ``num_tokens`` is zero.
 
         Raises:
-            MisuseError: The call can never work; nothing was transferred.
+            MisuseError: The call can never work; nothing was transferred. So with a
+                ticket of an address that nobody whom we trust has named
+                (`UntrustedTicket`): nothing is dialled, then.
             PeerError: The producer cannot be reached, differs, refuses, or was lost.
-            TransferError: The bytes did not all arrive, the lease ran out, or the
-                deadline passed.
+            TransferError: The bytes did not all arrive, the lease ran out, the ticket
+                is too old, or the deadline passed.
             EngineClosed: The engine is closing.
         """
         with _naming(ticket.request_id, ticket.engine_id):
@@ -267,6 +276,8 @@ class TransferEngine:
             priority = whole(priority, "priority")
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
             deadline_at = self._deadline_at(deadline_s)
+            self._trust.check(ticket)
+            self._trust.check_fresh(ticket)
             return await self._pulls.run(
                 PullRequest(
                     ticket, spans, computed_tokens, deadline_at, after, priority
@@ -283,7 +294,7 @@ class TransferEngine:
             ConfigError: A rank has no listener.
             InstanceIncomplete: A rank was lost.
         """
-        return self._instance.contact(self.address)
+        return self._trust.sign(self._instance.contact(self.address))
 
     async def instance_ready(self, deadline_s: float | None = None) -> None:
         """Wait until all ranks of our instance have joined, in whatever order.
@@ -309,7 +320,7 @@ class TransferEngine:
     ) -> Contact:
         """Ask any one rank of another instance where all of its ranks are.
 
-        The address is the caller's word: it is dialled.
+        Without a secret only an address is asked that is trusted, as with a ticket.
 
         Args:
             engine_id: Of the instance.
@@ -319,6 +330,7 @@ class TransferEngine:
 
         Raises:
             InstanceIncomplete: Ranks of it have not joined yet; the detail names them.
+            UntrustedTicket: The address is none that may be dialled.
             PeerError: Nobody answers, or not the right one, or it refuses.
             ConfigError: A rank of it has no listener.
             DeadlineExceeded: The deadline has passed.
@@ -328,7 +340,9 @@ class TransferEngine:
         host, port = address
         limit_s = math.inf if deadline_s is None else deadline_s
         with trio.move_on_at(self._deadline_at(limit_s)):
-            return contact_of(await self._asks.fetch(engine_id, host, port))
+            manifest = await self._asks.fetch(engine_id, host, port)
+            # What the handshake has proved, whoever has the secret may know.
+            return self._trust.sign(contact_of(manifest))
         raise DeadlineExceeded(
             "the instance did not answer in time", peer=f"{engine_id}@{host}:{port}"
         )
@@ -430,6 +444,9 @@ class TransferEngine:
             check_request_id(request_id)
             computed_tokens = whole(computed_tokens, "computed_tokens")
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
+            self._trust.check(source)
+            if ticket is not None:
+                self._trust.check_fresh(ticket)
             return await self._landings.run(
                 LandingRequest(
                     request_id,
@@ -529,11 +546,13 @@ class TransferEngine:
         """Tell the producer that a ticket will not be read: it is freed at once.
 
         Raises:
+            UntrustedTicket: As in `pull`.
             PeerError: The producer could not be told; its lease will end the offer.
             EngineClosed: The engine is closing.
         """
         with _naming(ticket.request_id, ticket.engine_id, phase="declining"):
             self._check_open()
+            self._trust.check(ticket)
             await self._peers.decline(ticket, "declined")
 
     @property

@@ -30,10 +30,12 @@ from kvferry.protocol.errors import (
     PushAborted,
     PushRevoked,
     RequestInUse,
+    TicketExpired,
     TransferError,
     TransferFailed,
     UnknownBlock,
     UnknownOffer,
+    UntrustedTicket,
     WrongPeer,
 )
 
@@ -61,9 +63,11 @@ __all__ = (
     "PushAborted",
     "PushRevoked",
     "RequestInUse",
+    "TicketExpired",
     "TransferError",
     "TransferFailed",
     "UnknownBlock",
     "UnknownOffer",
+    "UntrustedTicket",
     "WrongPeer",
 )

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.link import Link
     from kvferry.engine.pump import Pump
+    from kvferry.engine.trust import Trust
     from kvferry.protocol.errors import FerryError
     from kvferry.protocol.handshake import Card
     from kvferry.protocol.identity import EngineKey
@@ -185,12 +186,14 @@ class Offers:
         pump: Pump,
         nursery: trio.Nursery,
         *,
+        trust: Trust,
         log: FilteringBoundLogger,
     ) -> None:
         self._key = key
         self._config = config
         self._pump = pump
         self._nursery = nursery
+        self._trust = trust
         self._log = log
         self._active: dict[str, _Held] = {}  # by request id
         self._ended: OrderedDict[str, _Held] = OrderedDict()  # by offer id
@@ -245,17 +248,18 @@ class Offers:
             self._key.generation,
             secrets.token_hex(16),
             *address,
+            lease_s=lease_s,
+            expires_at=self._trust.expires_at(),
             ready=is_ready,
         )
         ticket = Ticket(
             engine_id=self._key.engine_id,
             request_id=request_id,
             num_tokens=num_tokens,
-            lease_s=lease_s,
             ranks=(offer,),
             spans=dict(spans),
         )
-        held = _Held(ticket, machine)
+        held = _Held(self._trust.sign(ticket), machine)
         held.claims.enter_context(self._pump.claim(Cadence.OFFERED))
         self._active[request_id] = held
         self._watch(held)

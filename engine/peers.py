@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from kvferry.engine.sources import Sources
     from kvferry.engine.staging import Staging
     from kvferry.engine.streams import Streams
+    from kvferry.engine.trust import Trust
     from kvferry.protocol.handshake import Card
     from kvferry.protocol.link import LinkMessage
     from kvferry.protocol.ticket import Contact, RankAddress, RankOffer, Ticket
@@ -150,6 +151,7 @@ class Peers:
         streams: Streams,
         nursery: trio.Nursery,
         *,
+        trust: Trust,
         agents: Agents,
         staging: Staging,
         log: FilteringBoundLogger,
@@ -167,6 +169,7 @@ class Peers:
             config,
             streams,
             nursery,
+            trust=trust,
             talk=self._greet,
             rng=random.Random(fabric.name),  # noqa: S311 - no secret
             log=log,

@@ -68,8 +68,18 @@ TICKET = Ticket(
     engine_id="prefill-0",
     request_id="req-1",
     num_tokens=37,
-    lease_s=30.0,
-    ranks=(RankOffer(Rank(), "3f2a", "o-1", "10.0.0.1", 7000),),
+    ranks=(
+        RankOffer(
+            Rank(),
+            "3f2a",
+            "o-1",
+            "10.0.0.1",
+            7000,
+            lease_s=30.0,
+            expires_at=1_800_000_000,
+            signature="0f" * 32,
+        ),
+    ),
     spans={"full": TicketSpan((3, None, 9), 0), "mamba": TicketSpan((2,))},
 )
 

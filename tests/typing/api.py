@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from functools import partial
 from typing import assert_type
 
@@ -13,6 +14,7 @@ from kvferry.engine import (
     AttentionGroup,
     EngineConfig,
     FerryError,
+    HandshakeRefused,
     InstanceIncomplete,
     KVCache,
     Offer,
@@ -28,8 +30,10 @@ from kvferry.engine import (
     StateGroup,
     StatePart,
     StateTensor,
+    TicketExpired,
     TransferEngine,
     TransferReport,
+    UntrustedTicket,
     open_engine,
     tp_shard,
 )
@@ -83,6 +87,10 @@ async def serve(cache: KVCache) -> None:
         identity=ModelIdentity(model="org/name", revision="abc", dtype="bfloat16"),
         rank=Rank(tp=0, tp_size=2),
         listen=("127.0.0.1", 0),
+        secret=b"32 random bytes",
+        tls_listen=ssl.create_default_context(ssl.Purpose.CLIENT_AUTH),
+        tls_dial=ssl.create_default_context(),
+        trusted=["10.0.0.0/8", ("decode-0", 7000)],
     )
     async with open_engine(config, cache) as engine:
         assert_type(engine, TransferEngine)
@@ -100,6 +108,12 @@ async def serve(cache: KVCache) -> None:
                 deadline_s=3.0,
                 after=torch.cuda.Event(),  # type: ignore[no-untyped-call]
             )
+        except UntrustedTicket as error:
+            assert_type(error.peer, str | None)
+        except TicketExpired as error:
+            assert_type(error.detail, str)
+        except HandshakeRefused as error:
+            assert_type(error.reason, str)
         except PeerError as error:
             assert_type(error.untrusted, dict[str, Ranges])
         except FerryError as error:
