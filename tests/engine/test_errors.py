@@ -222,6 +222,7 @@ CASES = [
         lambda s: s.error(blocks={GROUP: face.Span(OURS)}, computed_tokens=2),
         "connecting",
     ),
+    Case("UntrustedTicket", lambda s: s.error(s.altered(host="10.0.0.9")), "new"),
     Case("PeerUnreachable", unreachable, "connecting"),
     Case("HandshakeRefused", refused, "connecting"),
     Case("WrongPeer", lambda s: s.error(s.altered(generation="earlier")), "connecting"),
@@ -233,6 +234,7 @@ CASES = [
     Case("OfferDiffers", differing, "planned"),
     Case("TransferFailed", failed, "reading", is_touched=True),
     Case("TransferFailed", forgotten, "reading", is_touched=True),
+    Case("TicketExpired", lambda s: s.error(s.altered(expires_at=0)), "new"),
     Case("LeaseExpired", expired, "reading", is_touched=True),
     Case("DeadlineExceeded", late, "reading", is_touched=True),
     Case("EngineClosed", closing, "reading", is_touched=True),
@@ -247,6 +249,7 @@ NOT_BY_A_PULL = {
     "PushAborted": "a landing",
     "PushRevoked": "a push",
     "IncompletePush": "a push",
+    "InstanceIncomplete": "an instance",
 }
 FAMILIES = {"FerryError", "PeerError", "TransferError", OfferRefused.__name__}
 """Only their members are raised."""

@@ -8,6 +8,7 @@ import trio.testing
 
 from kvferry.engine import (
     ConfigError,
+    DeadlineExceeded,
     EngineClosed,
     EngineConfig,
     HandshakeRefused,
@@ -116,11 +117,12 @@ async def test_ranks_twice_are_refused_until_the_first_is_gone(autojump_clock) -
     """Both generations are named; the second takes over once the first has ended."""
     world = World()
     async with trio.open_nursery() as nursery:
-        lead, first, second = [
-            await world.start(nursery, "p", Pool(), **joining(rank))
-            for rank in (ranks(3)[0], ranks(3)[1], ranks(3)[1])
-        ]
-        await trio.sleep(5.0)
+        processes = []
+        for rank in (ranks(3)[0], ranks(3)[1], ranks(3)[1]):
+            process = await world.start(nursery, "p", Pool(), **joining(rank))
+            processes.append(process)
+            await trio.sleep(5.0)
+        lead, first, second = processes
         for process in (lead, second):
             with pytest.raises(InstanceIncomplete) as caught:
                 await process.engine.instance_ready(0.0)
@@ -302,6 +304,24 @@ class Silent(trio.abc.Stream):
         """The other side does not hear of it."""
         if not self._cable.is_unplugged:
             await self._inner.aclose()
+
+
+async def test_asking_ends_at_its_deadline(autojump_clock) -> None:
+    """Somebody is there and does not answer; whoever is sooner fed up says so."""
+    world = World()
+    async with (
+        world.engine("p", Pool()) as other,
+        world.engine("c", Pool()) as consumer,
+    ):
+        world.streams.freeze(*address(other))
+        started = trio.current_time()
+        with pytest.raises(DeadlineExceeded):
+            await consumer.discover("p", address(other), deadline_s=3.0)
+        assert trio.current_time() - started == pytest.approx(3.0)
+        with pytest.raises(PeerUnreachable):
+            await consumer.discover("p", address(other))
+        assert trio.current_time() - started == pytest.approx(10.0)
+        world.streams.thaw(*address(other))
 
 
 @pytest.mark.parametrize("end", ["killed", "left", "unplugged"])
