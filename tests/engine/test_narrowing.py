@@ -23,6 +23,7 @@ from kvferry.engine import (
     PeerLost,
     PeerUnreachable,
     Rank,
+    Span,
     TransferFailed,
     UntrustedTicket,
     WrongPeer,
@@ -406,7 +407,7 @@ async def test_p4_a_full_hit_frees_every_rank(
     ):
         offers = offered(prefill, producers)
         for engine in decode:
-            blocks = {GROUP: [], STATE: []}
+            blocks = {GROUP: [], STATE: Span([], 0)}
             await engine.pull(offers[0].ticket, blocks, computed_tokens=8)
         with trio.fail_after(1.0):
             for offer in offers:
