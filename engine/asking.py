@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvferry.engine.handshake import Credentials
     from kvferry.engine.link import FramedStream
     from kvferry.engine.streams import Streams
+    from kvferry.engine.trust import Trust
 
 __all__ = ("Asks",)
 
@@ -54,6 +55,7 @@ class Asks:
         streams: Streams,
         nursery: trio.Nursery,
         *,
+        trust: Trust,
         turns: trio.Semaphore,
         rng: random.Random,
         log: FilteringBoundLogger,
@@ -63,6 +65,7 @@ class Asks:
             config,
             streams,
             nursery,
+            trust=trust,
             talk=self._ask,
             turns=turns,
             rng=rng,
@@ -78,9 +81,10 @@ class Asks:
 
         However many tasks ask the same, it is asked once at a time; an address that
         did not answer is left alone for a while, as any peer is. Nothing is kept of an
-        answer. Whether the address may be dialled at all is the caller's business.
+        answer.
 
         Raises:
+            UntrustedTicket: There is no secret, and the address is not trusted.
             InstanceIncomplete: Ranks of it are missing; the detail names them.
             PeerError: Nobody answers, or not the right one, or it refuses.
             EngineClosed: The engine closed meanwhile.
