@@ -22,7 +22,7 @@ FILES = sorted([*ROOT.glob("protocol/**/*.py"), *ROOT.glob("engine/**/*.py")])
 # A module may import names from its own line and from the lines above it.
 LAYERS = (
     # words
-    "protocol.errors protocol.ranges protocol.version protocol.layout",
+    "protocol.text protocol.errors protocol.ranges protocol.version protocol.layout",
     # messages
     "protocol.identity protocol.ticket protocol.notices protocol.handshake protocol.link",
     # mechanics
