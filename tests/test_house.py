@@ -35,10 +35,11 @@ LAYERS = (
     "engine.sections engine.images engine.selection",
     "engine.plan engine.claims engine.readiness engine.explain",
     # hands
+    "engine.budget",
     "engine.fabric engine.streams engine.quarantine engine.guard engine.alarm",
     # motion
     "engine.pump engine.traffic engine.waves engine.finish engine.staging engine.rearrange",
-    "engine.agents engine.flight engine.drive engine.after engine.aside",
+    "engine.agents engine.flight engine.drive engine.after engine.aside engine.intake",
     # others
     "engine.link engine.handshake engine.dials",
     "engine.peers engine.sources engine.listener engine.targets",
