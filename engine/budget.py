@@ -30,15 +30,24 @@ class Budget:
         self._left = burst
         self._at = 0.0
 
-    def take(self) -> bool:
-        """Take one, if there is one."""
+    @property
+    def is_spent(self) -> bool:
+        """Whether less than one is left."""
         now = trio.current_time()
         self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
         self._at = now
-        if self._left < 1:
+        return self._left < 1
+
+    def take(self) -> bool:
+        """Take one, if there is one."""
+        if self.is_spent:
             return False
         self._left -= 1
         return True
+
+    def spend(self, amount: float) -> None:
+        """Take what something has cost, known only afterwards; it may leave a debt."""
+        self._left -= amount
 
 
 class SeldomLog:

@@ -15,7 +15,6 @@ from kvferry.engine.drive import Driver
 from kvferry.engine.fabric.base import Operation
 from kvferry.engine.flight import Flights
 from kvferry.engine.quarantine import QuarantineEntry, held_blocks
-from kvferry.engine.spans import Span
 from kvferry.protocol.errors import (
     EngineClosed,
     FerryError,
@@ -59,6 +58,7 @@ from kvferry.protocol.link import (
     as_detail,
 )
 from kvferry.protocol.notices import Written, encode_notice
+from kvferry.protocol.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from kvferry.engine.link import Link
     from kvferry.engine.readiness import Step
     from kvferry.engine.services import Services
+    from kvferry.engine.spans import Span
     from kvferry.engine.targets import ClaimPlans, PreparedPlan, Target
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.lifecycle.machine import Effect
@@ -106,13 +107,14 @@ class Delivery:
         written_bytes: How many of those bytes have been written.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - built in one place, from what it was told
         self,
         services: Services,
         target: Target,
         register: Register,
         claim: ClaimPlans,
         *,
+        spans: Mapping[str, Span],
         on_over: Callable[[Delivery], None],
         on_clear: Callable[[Delivery], None],
     ) -> None:
@@ -121,8 +123,9 @@ class Delivery:
         Args:
             services: The engine's.
             target: Who gets it.
-            register: Where to; its blocks have been checked.
+            register: Where to, but for the blocks.
             claim: Which part is ours to write.
+            spans: The blocks, which have been checked.
             on_over: Told once, when it has its outcome.
             on_clear: Told once, when nothing of it is in flight any more, either.
         """
@@ -138,7 +141,7 @@ class Delivery:
         self._on_over = on_over
         self._on_clear = on_clear
         self._log = services.log.bind(
-            request=register.request_id, reader=str(target.key)
+            request=printable(register.request_id), reader=str(target.key)
         )
         self._machine = DeliveryMachine(
             now=trio.current_time(),
@@ -166,10 +169,8 @@ class Delivery:
             on_lost=self._lost,
             log=self._log,
         )
-        self._spans = {
-            name: Span(span.block_ids, span.first_token)
-            for name, span in register.spans.items()
-        }
+        self._spans = spans
+        target.blocks += self._blocks
         self._cargo: Cargo | None = None
         self._writes: list[_Write] = []
         self._entry: QuarantineEntry | None = None
@@ -186,6 +187,10 @@ class Delivery:
     def has_landed(self) -> bool:
         """Whether the consumer has it all."""
         return self._machine.state is DeliveryState.LANDED
+
+    @property
+    def _blocks(self) -> int:
+        return sum(len(span.block_ids) for span in self._spans.values())
 
     @property
     def waves(self) -> int:
@@ -403,6 +408,7 @@ class Delivery:
             return
         self._is_holding = False
         self._claim.users -= 1
+        self._target.blocks -= self._blocks
         self._target.tidy()
         self._on_clear(self)
 

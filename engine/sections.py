@@ -180,6 +180,14 @@ class PeerPlan(Generic[KeyT]):
     choices: tuple[Choice, ...] = ()
 
     @property
+    def rows(self) -> int:
+        """How many rows there are to prepare, on the side that has more."""
+        return sum(
+            max(len(section.local_rows), len(section.remote_rows))
+            for section in self.sections
+        ) + sum(len(section.remote_rows) for section in self.bulk)
+
+    @property
     def rows_bytes(self) -> int:
         """Memory of the row and base arrays."""
         return sum(
