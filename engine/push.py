@@ -86,6 +86,9 @@ MAX_REGISTERED_BLOCKS = 4 * MAX_SPAN_BLOCKS
 """Places in the spans of all registrations that one consumer rank holds at once; each
 of its blocks is in one of them, or it has been dropped by a window."""
 
+MAX_DELIVERIES = 65_536
+"""Registrations of all ranks together, as many as there may be offers."""
+
 MAX_DECLINERS = 1024
 """Ranks of a consumer that are remembered to have declined one request."""
 
@@ -338,6 +341,10 @@ class Pushes:
         if len(mine) >= self._services.config.max_registrations:
             raise PushAborted(
                 f"{len(mine)} registrations of this rank, no more are allowed"
+            )
+        if len(self._deliveries) >= MAX_DELIVERIES:
+            raise PushAborted(
+                f"{len(self._deliveries)} registrations, no more are allowed"
             )
         if (target.key, message.attempt) in self._cleared:
             # The answer has been given: these blocks may be somebody else's by now.

@@ -632,6 +632,22 @@ async def test_a_ticket_says_how_many_tokens_there_are(autojump_clock) -> None:
         offer.withdraw()
 
 
+async def test_h1_a_peer_that_shows_our_own_agent_is_none(autojump_clock) -> None:
+    """Its blocks would be places in our own memory, of its choice."""
+    world, source, target = World(), Pool(), Pool()
+    async with world.engine("p", source) as prefill:
+        consumer = Consumer(world, target)
+        mirrored = consumer.card = prefill._listener._ours.card
+        await consumer.connect(prefill)
+        with suppress(PeerLost):
+            await consumer.say(Claim(0, (CacheLayout((), mirrored.layout.groups),)))
+        with pytest.raises(PeerLost):
+            await consumer.hear()
+        await trio.testing.wait_all_tasks_blocked()
+        assert any("our own agent" in e["cause"] for e in world.logged("link_ended"))
+        assert source.is_untouched()
+
+
 # What one consumer may cost.
 
 
