@@ -7,6 +7,7 @@ ours may have gone wrong on the way, and a good peer must still be served.
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,17 +21,45 @@ from kvferry.protocol.framing import MAX_LINK_BYTES, encode_frame
 from kvferry.protocol.handshake import Card
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.layout import CacheLayout
-from kvferry.protocol.link import Claim, Register, Renew
+from kvferry.protocol.link import (
+    Aborted,
+    Claim,
+    Confirmed,
+    Decline,
+    Extend,
+    Finished,
+    Landed,
+    OfferReady,
+    ReadFinished,
+    Refused,
+    Register,
+    Registered,
+    Renew,
+    Revoke,
+    Revoked,
+)
 from tests.fuzz.reader import Reader
 from tests.kit import GROUP, IDENTITY, Impostor, Pool, World, address, at_base
 from tests.protocol.test_hostile_input import MESSAGES
-from tests.pushing import OURS, begin, begin_landing, begin_push
+from tests.pushing import OURS, begin, begin_landing
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 POOLS = tuple(Pool() for _ in range(3))
-HURRY = {"handshake_timeout_s": 3.0, "lease_s": 5.0, "max_links": 8}
+REQUEST_BYTES = 3 * 2 * 2 * 2 * 4 * 3 * 8
+HURRY = {
+    "handshake_timeout_s": 3.0,
+    "lease_s": 5.0,
+    "keepalive_s": 1.0,
+    "silence_s": 4.0,
+    "max_links": 8,
+    "poll_s": 0.05,
+    "offered_poll_s": 0.2,
+    "idle_poll_s": 1.0,
+}
+BLOCKS = POOLS[0].stamp([3, 7, 9], num_tokens=10)
+GOOD = POOLS[0].stamp([1], num_tokens=4)
 GONE = (trio.BrokenResourceError, trio.ClosedResourceError, FerryError)
 
 
@@ -52,6 +81,15 @@ def said(reader: Reader, offer_id: str = "o") -> bytes:
         blocks = [reader.below(18) for _ in range(reader.below(5))]
         plain["spans"] = {GROUP: {"block_ids": blocks, "first_token": 0}}
         plain["claim"] = reader.below(4)
+        plain["lease_s"] = 5.0
+    if isinstance(message, Finished):
+        plain["num_tokens"] = reader.choose((10, 37, 2**40 - 1))
+        plain["bytes"] = reader.choose((REQUEST_BYTES, 0, 65_536))
+        plain["parts"] = reader.below(8)
+    if isinstance(message, Confirmed):
+        plain["engine"]["engine_id"] = reader.choose(("p", "x"))
+        plain["engine"]["generation"] = reader.choose(("impostor", "x"))
+        plain["engine"]["rank"] = {"tp": 0, "tp_size": 1, "pp": 0, "pp_size": 1}
     if isinstance(message, Register | Renew):
         plain["readers"] = [{"tp": 0, "tp_size": 1, "pp": 0, "pp_size": 1}]
     if kind == 1 and plain:
@@ -87,11 +125,11 @@ async def _listener(data: bytes) -> None:
         world.engine("p", producer, **HURRY) as prefill,
         trio.open_nursery() as nursery,
     ):
-        blocks = producer.stamp([3, 7, 9], num_tokens=10)
-        offer = prefill.offer("r", blocks, num_tokens=10)
+        offer = prefill.offer("r", BLOCKS, num_tokens=10)
         push = None
         if reader.below(2):
-            push = begin_push(nursery, prefill, producer, deadline_s=6)
+            call = partial(prefill.push, "r", BLOCKS, num_tokens=10, deadline_s=6)
+            push = begin(nursery, call)
         for number in range(1 + reader.below(3)):
             stream = await world.streams.dial(*address(prefill))
             ours = Credentials(
@@ -104,7 +142,7 @@ async def _listener(data: bytes) -> None:
                 await speak(stream, reader, offer.ticket.ranks[0].offer_id)
             if reader.below(4):
                 await trio.aclose_forcefully(stream)
-        await trio.sleep(30)
+        await trio.sleep(12)
         if push is not None:
             await push.over.wait()
         await offer.wait()
@@ -115,9 +153,9 @@ async def _listener(data: bytes) -> None:
 
 async def _serves(world: World, prefill: Any, consumer: Pool) -> None:
     """A good peer is served as if nothing had been."""
-    async with world.engine("good", consumer) as decode:
-        blocks = POOLS[0].stamp([1], num_tokens=4)
-        offer = prefill.offer("good", blocks, num_tokens=4)
+    async with world.engine("good", consumer, **HURRY) as decode:
+        consumer.fill([2], 0.0)
+        offer = prefill.offer("good", GOOD, num_tokens=4)
         await decode.pull(offer.ticket, {GROUP: [2]})
         assert consumer.holds([2], num_tokens=4)
         at_base(decode)
@@ -153,9 +191,16 @@ async def _dialler(data: bytes) -> None:
         )
         await pull.over.wait()
         await landing.over.wait()
-        # Nobody confirms what is not confirmed by a word for just this attempt.
         for outcome in (pull, landing):
-            assert outcome.report is not None or isinstance(outcome.error, FerryError)
+            assert (outcome.report is None) != (outcome.error is None)
+        # No notice has come: whatever was said, the bytes of a push have not.
+        assert landing.report is None
+        live = decode.statistics()
+        assert (live["pulls"], live["landings"], live["unsettled_transfers"]) == (
+            0,
+            0,
+            0,
+        )
         nursery.cancel_scope.cancel()
     _check(world)
 
@@ -179,10 +224,38 @@ def dialler(data: bytes) -> None:
     _run(_dialler, data)
 
 
-SEEDS = (
-    b"",
-    bytes([0, 0, 1]) + bytes(60),
-    bytes([1, 2, 1]) + bytes(range(3, 250, 3)),
-    bytes([1, 1, 2, 5, 6, 1, 1, 0, 0, 5, 7, 1, 0, 3, 1, 2, 3, 0, 0, 0] * 6),
-    bytes(range(120)),
+# Seeds: conversations that get somewhere, in the words of `said`.
+
+
+def say(kind: type, *fields: int, pause: int | None = None) -> bytes:
+    """One message: its fields as `said` reads them; a pause of one of three lengths."""
+    number = next(n for n, m in enumerate(MESSAGES) if type(m) is kind)
+    tail = (0,) if pause is None else (3, pause)
+    return bytes([3, number, *fields, 0, *tail])
+
+
+CLAIM = say(Claim, 0, 1)
+REGISTER = say(Register, 0, 3, 5, 6, 1, 0, pause=0)
+CONVERSATIONS = (
+    (CLAIM, REGISTER, say(Extend, 0, pause=1), say(Landed, 0)),
+    (CLAIM, REGISTER, say(Revoke, 0, pause=2), REGISTER, say(Revoke, 0)),
+    (REGISTER, CLAIM, REGISTER, say(Register, 1, 3, 2, 3, 4, 0), say(Extend, 1)),
+    (CLAIM, CLAIM, REGISTER),
+    (say(Revoke, 0), CLAIM, REGISTER, say(Register, 1, 3, 2, 3, 17, 0)),
+    (say(Renew, 0, 0, pause=1), say(ReadFinished, 0, 0)),
+    (say(Renew, 0, 0, pause=2), say(Renew, 0, 0, pause=2), say(Decline, 0)),
+    (say(Renew, 0, 1), say(ReadFinished, 0, 1), say(Decline, 1)),
+    (say(Registered, 1), say(Finished, 1, 0, 0, 6), say(Revoked, 1, pause=1)),
+    (say(Finished, 1, 0, 1, 6), say(Finished, 1, 2, 0, 1), say(Finished, 1, 1, 2, 0)),
+    (say(Aborted, 1, pause=0), say(Revoked, 1)),
+    (say(OfferReady, 0), say(Confirmed, 0, 0, 0), say(Confirmed, 0, 0, 0)),
+    (say(Confirmed, 0, 1, 0),),
+    (say(Refused, 0), say(OfferReady, 3), say(Revoked, 1)),
+    *((say(type(message), 0, 0, 0, 0, 0),) for message in MESSAGES),
 )
+SEEDS = tuple(
+    bytes([has_push, 0, 1]) + b"".join(words)
+    for words in CONVERSATIONS
+    for has_push in (0, 1)
+)
+DIALLER_SEEDS = tuple(bytes([1]) + b"".join(words) for words in CONVERSATIONS)

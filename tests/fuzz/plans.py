@@ -19,7 +19,7 @@ from kvferry.protocol.layout import (
     Region,
     Shard,
 )
-from tests.fuzz.reader import Reader
+from tests.fuzz.reader import FAR, Reader
 from tests.fuzz.rules import refused
 
 if TYPE_CHECKING:
@@ -170,10 +170,34 @@ def _select(made: Any, reader: Reader) -> None:
                 assert ids.max() < int(rows[:, 4].sum())
 
 
-SEEDS = (
-    bytes(64),
-    bytes([1, 0, 20, 2, 7, 0, 0, 0, 1]) + bytes(range(64)),
-    bytes([3, 0, 3, 0, 1, 0, 9, 5, 0, 31, 3, 2, 1, 0, 0, 1]) + bytes(range(1, 80)),
-    bytes([0, 0, 7, 10, 12, 1]) + bytes([0, 4, 1, 2, 3, 4, 5] * 12),
-    bytes([5, 1, 2, 4]) + bytes(range(255, 100, -1)),
-)
+# Seeds: one number changed at a time, and a request that reaches every block.
+
+PLAIN_SPAN = bytes([3, 0, 1, 0, 2, 0, 7, 0])
+FAR_SPAN = bytes([3, 0, 1, 0, 9, 0, 8, 0])
+SLOTS = bytes([1, 0, 3, 0])
+GOOD_TOKENS = bytes([5, 5])
+
+
+def _request(span: bytes) -> bytes:
+    return bytes([0, 0]) + (span + SLOTS) * 2 + GOOD_TOKENS
+
+
+def _seeds() -> Iterator[bytes]:
+    numbers = (
+        *(bytes([0, n]) for n in (0, 1, 12)),
+        *(bytes([1, n, 0]) for n in range(len(FAR))),
+        *(bytes([2, n]) for n in (0, 7, 9, 16)),
+        bytes([3, 0, 0]),
+    )
+    for is_push in (0, 1):
+        yield bytes([0, 0, 0, is_push]) + _request(PLAIN_SPAN)[2:]
+        for tokens in range(0, 41, 5):
+            stretch = bytes([7, tokens, 40 - tokens])
+            yield bytes([0, 0]) + stretch + bytes([is_push]) + _request(PLAIN_SPAN)[2:]
+        for place in range(len(PLACES)):
+            for number in numbers:
+                change = bytes([1]) + place.to_bytes(2, "big") + number
+                yield change + bytes([0, 0, is_push]) + _request(FAR_SPAN)[2:]
+
+
+SEEDS = tuple(_seeds())

@@ -7,6 +7,7 @@ printable line of bounded length. `live` has the targets with a whole engine beh
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,12 +75,19 @@ def notice(data: bytes) -> None:
 
 def plain_json(data: bytes) -> Any:
     """What a router's JSON may hold, or msgpack, which may hold more; or nothing."""
-    for decoder in (msgspec.json.decode, msgspec.msgpack.decode):
+    for decoder in (json.loads, msgspec.msgpack.decode):
         try:
             return decoder(data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (ValueError, msgspec.DecodeError, RecursionError):
             continue
     return None
+
+
+def _spelled(struct: Ticket | Contact) -> tuple[bytes, ...]:
+    """As bytes, as JSON, and as JSON that spells what has no Unicode."""
+    text = msgspec.json.encode(struct)
+    broken = text.replace(b'"prefill-0"', rb'"prefill-\ud800"')
+    return msgspec.msgpack.encode(struct), text, broken
 
 
 def of_dict(kind: type[Ticket | Contact], data: bytes) -> None:
@@ -115,13 +123,13 @@ TARGETS: dict[str, Target] = {
     "notice": Target(notice, tuple(w.payload for w in WIRES if w.name == "notice")),
     "ticket_dict": Target(
         partial(of_dict, Ticket),
-        (msgspec.json.encode(TICKET), TICKET.to_bytes()),
+        _spelled(TICKET),
     ),
     "contact_dict": Target(
         partial(of_dict, Contact),
-        (msgspec.json.encode(TICKET.contact), msgspec.msgpack.encode(TICKET.contact)),
+        _spelled(TICKET.contact),
     ),
     "plan": Target(plans.plan, plans.SEEDS, is_slow=True),
     "listener": Target(live.listener, live.SEEDS, is_slow=True),
-    "dialler": Target(live.dialler, live.SEEDS, is_slow=True),
+    "dialler": Target(live.dialler, live.DIALLER_SEEDS, is_slow=True),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,11 +16,12 @@ each_target = pytest.mark.parametrize("name", list(TARGETS))
 @each_target
 def test_h1_seeds_and_everything_close_to_them(name: str) -> None:
     """Whole, cut at every byte, and with single bytes flipped."""
-    target = TARGETS[name]
+    target, rng = TARGETS[name], random.Random(1)
     for seed in target.seeds:
         target.run(seed)
-        step = max(1, len(seed) // 4) if target.is_slow else 1
-        for place in range(0, len(seed), step):
+        # Of many that are slow a few places each, not the same ones.
+        places = rng.sample(range(len(seed)), 1) if target.is_slow else range(len(seed))
+        for place in places:
             target.run(seed[:place])
             for flip in (0x01,) if target.is_slow else (0x01, 0x80, 0xFF):
                 flipped = bytearray(seed)
