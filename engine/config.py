@@ -51,8 +51,8 @@ class EngineConfig:
         drain_grace_s: How long a pull that ended early waits for its transfers
             before it leaves its blocks in quarantine.
         wave_bytes: About how many bytes are posted at once. A post can block the
-            loop while its bytes are copied (nixl-facts row 2): 2 MiB are about
-            half a millisecond on one host.
+            loop while its bytes are copied (nixl-facts row 2): 8 MiB are about
+            two milliseconds on one host.
         window: Waves of one request in flight, or waiting for their turn, at once.
         max_bytes_in_flight, max_peer_bytes_in_flight: About how many bytes are in
             flight at once, from and to all peers and one peer; others wait for their
@@ -96,8 +96,8 @@ class EngineConfig:
     redial_s: float = 0.5
     peer_idle_s: float = 300.0
     drain_grace_s: float = 10.0
-    wave_bytes: int = 2 * 1024 * 1024
-    window: int = 4
+    wave_bytes: int = 8 * 1024 * 1024
+    window: int = 3
     max_bytes_in_flight: int = 64 * 1024 * 1024
     max_peer_bytes_in_flight: int = 16 * 1024 * 1024
     max_waves_in_flight: int = 256
@@ -105,8 +105,8 @@ class EngineConfig:
     staging_bytes: int = 64 * 1024 * 1024
     cost: CostModel = CostModel()  # noqa: RUF009 - frozen
     poll_s: float = 0.0002
-    offered_poll_s: float = 0.001
-    idle_poll_s: float = 0.01
+    offered_poll_s: float = 0.00125
+    idle_poll_s: float = 0.025
     max_links: int = 1024
     max_diallers: int = 64
     max_dials: int = 16

@@ -6,7 +6,9 @@ there is anything to push, and what is in flight outlives the push that posted i
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
@@ -15,6 +17,7 @@ from kvferry.engine.drive import Driver
 from kvferry.engine.fabric.base import Operation
 from kvferry.engine.flight import Flights
 from kvferry.engine.quarantine import QuarantineEntry, held_blocks
+from kvferry.engine.waves import Waves
 from kvferry.protocol.errors import (
     EngineClosed,
     FerryError,
@@ -61,17 +64,15 @@ from kvferry.protocol.notices import Written, encode_notice
 from kvferry.protocol.text import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    import numpy as np
-    import numpy.typing as npt
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvferry.engine.fabric.base import Fabric, Prepared, Transfer
     from kvferry.engine.link import Link
     from kvferry.engine.readiness import Step
     from kvferry.engine.services import Services
     from kvferry.engine.spans import Span
-    from kvferry.engine.targets import ClaimPlans, PreparedPlan, Target
+    from kvferry.engine.targets import ClaimPlans, Target
+    from kvferry.engine.waves import Wave
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.lifecycle.machine import Effect
     from kvferry.protocol.link import LinkMessage, Register
@@ -86,14 +87,17 @@ class Cargo(NamedTuple):
     num_tokens: int
 
 
-class _Write(NamedTuple):
-    """One wave: the rows on either side, and which of their descriptors."""
+class _Batch(NamedTuple):
+    """What one step has let go of one prepared plan, made as the consumer's: our side
+    of it is the remote one.
 
-    ours: Prepared
-    our_ids: npt.NDArray[np.int32]
-    theirs: Prepared
-    their_ids: npt.NDArray[np.int32]
-    bytes: int
+    Attributes:
+        first: Number of its first wave.
+    """
+
+    first: int
+    waves: Waves
+    pairs: Sequence[tuple[Prepared, Prepared]]
 
 
 class Delivery:
@@ -172,7 +176,8 @@ class Delivery:
         self._spans = spans
         target.blocks += self._blocks
         self._cargo: Cargo | None = None
-        self._writes: list[_Write] = []
+        self._batches: list[_Batch] = []
+        self.waves = 0
         self._entry: QuarantineEntry | None = None
         self._is_holding = True  # on the claim
         self._owes_revoked = False  # after a bug of ours, by hand
@@ -192,11 +197,6 @@ class Delivery:
     def _blocks(self) -> int:
         return sum(len(span.block_ids) for span in self._spans.values())
 
-    @property
-    def waves(self) -> int:
-        """Waves that have become ready."""
-        return len(self._writes)
-
     def start(self) -> None:
         """Tell the consumer that it is registered, and wait for a push."""
         self._send(Registered(*self._name()))
@@ -211,13 +211,14 @@ class Delivery:
         """Write what these steps let go; blocks that it does not fit abort it."""
         if self._driver.is_over:
             return  # what was prepared may have been given back
+        before = self.waves
         try:
-            writes = [write for step in steps for write in self._plan(step)]
+            for step in steps:
+                self._plan(step)
         except FerryError as error:
             self.feed(DeliveryAborted(error))
-            return
-        self._writes += writes
-        self.feed(WavesReady(len(writes)))
+        else:
+            self.feed(WavesReady(self.waves - before))
 
     def commit(self) -> None:
         """No more follows."""
@@ -248,34 +249,31 @@ class Delivery:
         """Its link has ended."""
         self.feed(ConsumerLost(cause))
 
-    def _plan(self, step: Step) -> Iterator[_Write]:
+    def _plan(self, step: Step) -> None:
         cargo = self._held_cargo()
         for prepared in self._claim.of(step.layer):
-            yield from self._cut(prepared, step, cargo)
+            selection = prepared.plan.select(
+                num_tokens=cargo.num_tokens,
+                computed_tokens=self.register.computed_tokens,
+                local=self._spans,
+                remote=cargo.spans,
+                clip=step.clip,
+            )
+            waves = Waves(
+                selection,
+                [self._services.key],
+                max_bytes=self._services.config.wave_bytes,
+            )
+            if waves:
+                self._batches.append(_Batch(self.waves, waves, prepared.pairs))
+                self.waves += len(waves)
+                self.bytes += selection.bytes
+                self.descriptors += selection.descriptors
 
-    def _cut(
-        self, prepared: PreparedPlan, step: Step, cargo: Cargo
-    ) -> Iterator[_Write]:
-        """Our side of a plan is the remote one: it was made as the consumer's."""
-        selection = prepared.plan.select(
-            num_tokens=cargo.num_tokens,
-            computed_tokens=self.register.computed_tokens,
-            local=self._spans,
-            remote=cargo.spans,
-            clip=step.clip,
-        )
-        for part in selection.peers.get(self._services.key, ()):
-            ours, theirs = prepared.pairs[part.index]
-            self.bytes += part.bytes
-            self.descriptors += part.descriptors
-            for wave in part.waves(self._services.config.wave_bytes):
-                yield _Write(
-                    ours,
-                    part.remote_ids[wave],
-                    theirs,
-                    part.local_ids[wave],
-                    part.bytes_of(wave),
-                )
+    def _wave(self, number: int) -> tuple[Wave, Sequence[tuple[Prepared, Prepared]]]:
+        at = bisect_right(self._batches, number, key=attrgetter("first")) - 1
+        batch = self._batches[at]
+        return batch.waves[number - batch.first], batch.pairs
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -307,26 +305,27 @@ class Delivery:
             number,
             partial(self._start, number),
             peer=str(self.reader),
-            size=self._writes[number].bytes,
+            size=self._wave(number)[0].bytes,
         )
 
     def _start(self, number: int, fabric: Fabric) -> Transfer:
         if not self._machine.is_held(trio.current_time()):
             # It was when the wave asked for its turn (case l3).
             raise LeaseExpired("the consumer's lease ran out before the wave's turn")
-        write = self._writes[number]
+        wave, pairs = self._wave(number)
+        ours, theirs = pairs[wave.selected.index]
         return fabric.post(
             Operation.WRITE,
-            write.ours,
-            write.our_ids,
-            write.theirs,
-            write.their_ids,
+            ours,
+            wave.selected.remote_ids[wave.slice],
+            theirs,
+            wave.selected.local_ids[wave.slice],
             notice=encode_notice(Written(self.register.token, number)),
         )
 
     def _settled(self, number: int, cause: FerryError | None) -> None:
         if cause is None:
-            self.written_bytes += self._writes[number].bytes
+            self.written_bytes += self._wave(number)[0].bytes
         self.feed(WriteSettled(number, self._about(cause)))
         self._clear_up()
 

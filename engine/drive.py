@@ -8,7 +8,6 @@ what happens when an invariant of ours breaks on the way.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -17,6 +16,7 @@ import trio
 
 from kvferry.engine.guard import contained
 from kvferry.protocol.errors import FerryInternalError
+from kvferry.protocol.lifecycle.machine import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Driver",)
 
-StateT = TypeVar("StateT", bound=enum.Enum)
+StateT = TypeVar("StateT", bound=State)
 
 
 def _nothing() -> None:
@@ -110,8 +110,11 @@ class Driver(Generic[StateT]):
         self._is_stepping = True
         try:
             while self._inbox:
-                self._tick_if_due()
-                self._step(self._inbox.popleft())
+                event, now = self._inbox.popleft(), trio.current_time()
+                if event is not self._tick and now >= self._deadline():
+                    # What comes behind a deadline finds it passed, however late we look.
+                    self._step(self._tick, now)
+                self._step(event, now)
         finally:
             self._is_stepping = False
         if self.is_over or self._deadline() < self._waits_until:
@@ -154,21 +157,14 @@ class Driver(Generic[StateT]):
         deadline = self.machine.deadline
         return float("inf") if deadline is None else deadline
 
-    def _tick_if_due(self) -> None:
-        """What comes behind a deadline finds it passed, however late we look."""
-        is_tick = self._inbox[0] is self._tick
-        if not is_tick and trio.current_time() >= self._deadline():
-            self._step(self._tick)
-
-    def _step(self, event: Event) -> None:
+    def _step(self, event: Event, now: float) -> None:
         if self.bug is None:
-            contained(
-                partial(self._decide, event), on_failure=self._give_up, log=self._log
-            )
+            decide = partial(self._decide, event, now)
+            contained(decide, on_failure=self._give_up, log=self._log)
 
-    def _decide(self, event: Event) -> None:
-        effects = self.machine.step(event, trio.current_time())
-        self._note_phase()
+    def _decide(self, event: Event, now: float) -> None:
+        effects = self.machine.step(event, now)
+        self._note_phase(now)
         for effect in effects:
             self._carry_out(effect)
 
@@ -177,11 +173,11 @@ class Driver(Generic[StateT]):
             self.bug = bug
             self._on_bug()
 
-    def _note_phase(self) -> None:
+    def _note_phase(self, now: float) -> None:
         state = self.machine.state
         if state is self._phase:
             return
-        now, name = trio.current_time(), self._phase.value
+        name = self._phase.value
         self.phases_s[name] = self.phases_s.get(name, 0.0) + now - self._phase_at
         self._phase, self._phase_at = state, now
         if state in self._over:

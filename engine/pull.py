@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from kvferry.engine.selection import Selection, Tail
     from kvferry.engine.services import Services
     from kvferry.engine.sources import Sources
-    from kvferry.engine.waves import Wave
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.lifecycle.machine import Effect
     from kvferry.protocol.ranges import Ranges
@@ -74,6 +73,9 @@ __all__ = ("PullRequest", "Pulls")
 
 RENEWALS_PER_LEASE = 3
 """So that two renewals may be late before a lease runs out."""
+
+LONG_BLOCKS = 16_384
+"""In a ticket's spans: more take milliseconds to plan, and do not hold up the loop."""
 
 SHORTEST_RENEWAL_S = 0.01
 """A ticket may name any lease: nobody's ticket makes us flood a link."""
@@ -237,21 +239,33 @@ class _Pull:
         """Peers that are there already cost no task."""
         try:
             sources = self._services.peers.sources_now(self._ticket)
-            if sources is None:
-                self._aside.start(self._reach)
+            if sources is None or self._is_long():
+                self._aside.start(partial(self._reach, sources))
             else:
-                self._plan(sources)
+                self._sources = sources
+                begun_at = trio.current_time()
+                self._plan(sources, self._select(sources), begun_at)
         except FerryError as error:
             self._fail(error)
 
-    async def _reach(self) -> None:
-        self._plan(await self._services.peers.sources(self._ticket))
+    async def _reach(self, sources: Sources | None) -> None:
+        sources = sources or await self._services.peers.sources(self._ticket)
+        self._sources = sources  # to be left, whatever follows
+        begun_at = trio.current_time()
+        if self._is_long():
+            selection = await trio.to_thread.run_sync(self._select, sources)
+        else:
+            selection = self._select(sources)
+        self._plan(sources, selection, begun_at)
 
-    def _plan(self, sources: Sources) -> None:
-        self._sources = sources
-        self._dialogue.begin(sources.peers)
-        started_at = trio.current_time()
-        self._selection = sources.plan.select(
+    def _is_long(self) -> bool:
+        """Whether the loop cannot wait for its plan."""
+        spans = self._ticket.spans.values()
+        return sum(len(span.block_ids) for span in spans) > LONG_BLOCKS
+
+    def _select(self, sources: Sources) -> Selection[EngineKey]:
+        """Pure: it may run beside the loop."""
+        return sources.plan.select(
             num_tokens=self._ticket.num_tokens,
             computed_tokens=self._request.computed_tokens,
             local=self._request.spans,
@@ -260,21 +274,27 @@ class _Pull:
                 for name, span in self._ticket.spans.items()
             },
         )
+
+    def _plan(
+        self, sources: Sources, selection: Selection[EngineKey], begun_at: float
+    ) -> None:
+        self._dialogue.begin(sources.peers)
+        self._selection = selection
         self._reading = Reading(
             self._services,
             sources,
-            self._selection,
+            selection,
             is_wanted=self._is_reading,
             on_settled=self._settled,
             on_lost=self._lost,
             priority=self._request.priority,
             log=self._log,
         )
-        self._plan_s = trio.current_time() - started_at
+        self._plan_s = trio.current_time() - begun_at
         offers = self._ticket.ranks
         self.feed(
             Planned(
-                wave_sources=tuple(wave.source for wave in self._reading.waves),
+                wave_sources=self._reading.waves.sources,
                 sources=len(sources.peers),
                 unready=tuple(i for i, offer in enumerate(offers) if not offer.ready),
             )
@@ -306,9 +326,6 @@ class _Pull:
             raise FerryInternalError("there are no waves before the plan")
         return self._reading
 
-    def _waves(self) -> tuple[Wave, ...]:
-        return self._reading.waves if self._reading is not None else ()
-
     def _is_reading(self) -> bool:
         return self._machine.state is PullState.READING and not self._driver.bug
 
@@ -321,7 +338,7 @@ class _Pull:
         self.feed(WaveLost(number, self._about_wave(number, cause)))
 
     def _about_wave(self, number: int, cause: FerryError) -> FerryError:
-        source = self._waves()[number].source
+        source = self._held_reading().waves.sources[number]
         return cause.about(peer=self._dialogue.name([source]))
 
     def _run_finish(self) -> None:
@@ -388,7 +405,7 @@ class _Pull:
         if reading is None or not reading.in_flight:
             return self._ticket.engine_id
         return self._dialogue.name(
-            {reading.waves[number].source for number in reading.in_flight}
+            {reading.waves.sources[number] for number in reading.in_flight}
         )
 
     def _reclaim(self) -> None:
@@ -446,7 +463,7 @@ class _Pull:
             bytes=selection.bytes,
             bulk_bytes=selection.bulk_bytes,
             descriptors=selection.descriptors,
-            waves=len(self._waves()),
+            waves=0 if self._reading is None else len(self._reading.waves),
             zeroed_tokens=selection.zeroed_slots,
             phases_s={**self._driver.phases_s, "plan": self._plan_s},
             skipped_groups=tuple(sorted(config.skip_groups)),
@@ -456,6 +473,6 @@ class _Pull:
             bytes=report.bytes,
             descriptors=report.descriptors,
             waves=report.waves,
-            phases_s={name: round(s, 6) for name, s in report.phases_s.items()},
+            phases_s=report.phases_s,
         )
         return report

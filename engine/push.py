@@ -21,7 +21,7 @@ from kvferry.engine.delivery import Cargo, Delivery, aborted
 from kvferry.engine.drive import Driver
 from kvferry.engine.readiness import Readiness, wanted_tokens
 from kvferry.engine.report import PushReport
-from kvferry.engine.spans import Span, span_ids
+from kvferry.engine.spans import Span, as_array
 from kvferry.engine.targets import Target, Writer
 from kvferry.protocol.errors import (
     EngineClosed,
@@ -386,12 +386,12 @@ class Pushes:
                 f" {blocks} it would be more than {MAX_REGISTERED_BLOCKS}"
             )
         target.planning.begin(blocks * (1 + sheets))
-        spans = {}
-        for name, span in told.items():
-            as_told = Span(span.block_ids, span.first_token)
-            ids = span_ids(as_told, group=name, side="consumer")
-            spans[name] = Span(ids, span.first_token)
-        return spans
+        return {
+            name: as_array(
+                Span(span.block_ids, span.first_token), group=name, side="consumer"
+            )
+            for name, span in told.items()
+        }
 
     def _has_ended(self, request_id: str) -> bool:
         ended_at = self._ended.get(request_id)
@@ -503,6 +503,12 @@ class _Push:
             wanted_tokens(groups, request.spans, num_tokens=request.num_tokens),
             num_tokens=request.num_tokens,
         )
+        # Arrays once: each step of a stream plans with them anew.
+        spans = {
+            name: as_array(span, group=name, side="producer")
+            for name, span in request.spans.items()
+        }
+        self._cargo = Cargo(spans, request.num_tokens)
         self._deliveries: dict[EngineKey, Delivery] = {}
         self._started: dict[EngineKey, None] = {}
         self._over = trio.Event()
@@ -626,7 +632,7 @@ class _Push:
 
     def _start(self, reader: EngineKey) -> None:
         delivery = self._deliveries[reader]
-        delivery.join(Cargo(self.request.spans, self.request.num_tokens))
+        delivery.join(self._cargo)
         delivery.add(self._readiness.so_far())
         self._started[reader] = None
 

@@ -13,7 +13,7 @@ from kvferry.engine.fabric.base import Operation
 from kvferry.engine.flight import Flights
 from kvferry.engine.guard import guarded
 from kvferry.engine.selection import BulkSelection
-from kvferry.engine.waves import cut
+from kvferry.engine.waves import Waves
 from kvferry.protocol.errors import FerryInternalError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Reading:
             priority: As in `Flights`.
             log: Bound to the request.
         """
-        self.waves = cut(
+        self.waves = Waves(
             selection,
             [peer.key for peer in sources.peers],
             max_bytes=services.config.wave_bytes,
@@ -93,7 +93,7 @@ class Reading:
     @property
     def needs_berth(self) -> bool:
         """Whether any wave lands in bulk."""
-        return any(wave.is_bulk for wave in self.waves)
+        return self.waves.are_bulk
 
     async def take_berth(self) -> None:
         """Wait for room in the staging buffer; no wave ever waits after this."""

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ("Rearranger",)
 
+THREAD_BYTES = 1024 * 1024
+"""Copied in a worker thread from this size on: a hop costs 50 us (nixl-facts row 15),
+and the next wave is read meanwhile, which on one host takes the loop's own thread."""
+
+THREADS = 1
+"""More would share one memory bus, and take cores from whoever computes."""
+
 # By width, to copy: widest first. No value is looked at, so any type will do.
 _WIDTHS = {
     16: torch.complex128,
@@ -47,6 +54,7 @@ class Rearranger:
     def __init__(self, storages: Sequence[torch.Tensor]) -> None:
         self._storages = storages
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._threads = trio.CapacityLimiter(THREADS)
 
     async def run(
         self, selected: BulkSelection, wave: slice, cell: torch.Tensor
@@ -66,8 +74,12 @@ class Rearranger:
         try:
             if cell.device.type == "cuda":
                 await self._run_cuda(cell.device, copies)
-            else:
+            elif selected.bytes_of(wave) < THREAD_BYTES:
                 _run(copies, cell.device)
+            else:
+                await trio.to_thread.run_sync(
+                    _run, copies, cell.device, limiter=self._threads
+                )
         except RuntimeError as exc:
             raise TransferFailed(f"could not put landed bytes in place: {exc}") from exc
 

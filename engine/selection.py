@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -83,6 +83,67 @@ class Tail(NamedTuple):
     slots: int
 
 
+class DescriptorIds:
+    """int32 descriptor ids ``[D]`` that are computed where a wave needs them.
+
+    A request of 40 GB has half a million; all at once they would hold up the loop.
+    Slices of it, and `numpy.asarray` of it, are arrays of their own.
+
+    Args:
+        grids: Pairs of int32 arrays ``[R]`` and ``[U]``: each is the ids
+            ``rows[:, None] + units``, one grid behind the other.
+    """
+
+    def __init__(
+        self,
+        grids: Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = (),
+    ) -> None:
+        self._grids = grids
+        self._ends = list(
+            accumulate(rows.size * units.size for rows, units in grids)
+        ) or [0]
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self._ends[-1]
+
+    def __getitem__(self, wave: slice) -> npt.NDArray[np.int32]:
+        """The ids of a slice without a step."""
+        first, last, _ = wave.indices(self.size)
+        found: list[npt.NDArray[np.int32]] = []
+        at = bisect_right(self._ends, first)
+        while first < last:
+            begin, stop = self._ends[at - 1] if at else 0, min(last, self._ends[at])
+            found.append(_grid_ids(*self._grids[at], first - begin, stop - begin))
+            first, at = stop, at + 1
+        return _joined(found) if found else np.empty(0, dtype=np.int32)
+
+    def __array__(
+        self,
+        dtype: npt.DTypeLike | None = None,
+        copy: bool | None = None,  # noqa: FBT001 - numpy's protocol
+    ) -> npt.NDArray[Any]:
+        """All of them."""
+        return np.asarray(self[:], dtype=dtype)
+
+    def tolist(self) -> list[int]:
+        """All of them."""
+        ids: list[int] = self[:].tolist()
+        return ids
+
+
+def _grid_ids(
+    rows: npt.NDArray[np.int32], units: npt.NDArray[np.int32], first: int, last: int
+) -> npt.NDArray[np.int32]:
+    row, at = divmod(first, units.size)
+    if last <= (row + 1) * units.size:
+        few: npt.NDArray[np.int32] = units[at : at + last - first] + rows[row]
+        return few
+    some = rows[row : -(-last // units.size)]
+    return (some[:, None] + units).ravel()[at : at + last - first]
+
+
 @dataclass(frozen=True, eq=False)
 class SectionSelection:
     """The descriptors of one section that a request needs, in the order to post them.
@@ -90,14 +151,14 @@ class SectionSelection:
     Attributes:
         index: Which of the `PeerPlan.sections` it belongs to, those in bulk counted
             behind the others.
-        local_ids, remote_ids: int32 ``[D]``, C-contiguous, paired.
+        local_ids, remote_ids: ``[D]``, paired.
         segment_runs: Bytes of each descriptor, one number per segment, int64 ``[S]``.
         segment_sizes: Descriptors in each segment, int64 ``[S]``.
     """
 
     index: int
-    local_ids: npt.NDArray[np.int32]
-    remote_ids: npt.NDArray[np.int32]
+    local_ids: DescriptorIds
+    remote_ids: DescriptorIds
     segment_runs: npt.NDArray[np.int64]
     segment_sizes: npt.NDArray[np.int64]
 
@@ -124,18 +185,41 @@ class SectionSelection:
         """Seen from the producer, which then is the local side: for a push."""
         return replace(self, local_ids=self.remote_ids, remote_ids=self.local_ids)
 
-    def waves(self, max_bytes: int, max_descriptors: int = 2**31) -> Iterator[slice]:
-        """Cut into slices of the id arrays, each within both bounds.
+    def wave_ends(self, max_bytes: int) -> npt.NDArray[np.int64]:
+        """Cut into waves of as many descriptors as fit: where each of them ends.
 
-        A descriptor longer than ``max_bytes`` is a wave of its own. Costs a few
-        microseconds a wave, nothing per descriptor.
+        A descriptor longer than ``max_bytes`` is a wave of its own. Costs some
+        microseconds a stretch of equal runs, however many waves that is.
         """
-        first, total = 0, self.descriptors
-        while first < total:
-            last = self._descriptor_at(self._bytes_before(first) + max_bytes)
-            last = max(first + 1, min(last, first + max_descriptors))
+        ends: list[npt.NDArray[np.int64]] = []
+        at = room = 0  # where we are, and what the wave that is open there still takes
+        for run, stop in self._stretches():
+            if at:
+                fit = max(room, 0) // run
+                if at + fit >= stop:
+                    at, room = stop, room - run * (stop - at)
+                    continue
+                at += fit
+                ends.append(np.array([at]))
+            size = max(max_bytes // run, 1)
+            before = (stop - at - 1) // size  # the last one may take more than these
+            ends.append(np.arange(at + size, at + size * before + 1, size))
+            at, room = stop, max_bytes - run * (stop - at - size * before)
+        return _joined([*ends, np.array([at])])
+
+    def waves(self, max_bytes: int) -> Iterator[slice]:
+        """These waves as slices of the ids."""
+        first = 0
+        for last in self.wave_ends(max_bytes).tolist():
             yield slice(first, last)
             first = last
+
+    def _stretches(self) -> Iterator[tuple[int, int]]:
+        """Neighbouring descriptors of equal runs: the run, and where they end."""
+        ends, _, runs = self._ends
+        for at, run in enumerate(runs):
+            if at + 1 == len(runs) or runs[at + 1] != run:
+                yield run, ends[at]
 
     def bytes_of(self, wave: slice) -> int:
         """Bytes that one of its waves moves."""
@@ -147,14 +231,6 @@ class SectionSelection:
         if at == len(ends):
             return self.bytes
         return byte_ends[at] - (ends[at] - first) * runs[at]
-
-    def _descriptor_at(self, wanted: int) -> int:
-        """The last descriptor boundary that is at most so many bytes in."""
-        ends, byte_ends, runs = self._ends
-        at = bisect_right(byte_ends, wanted)
-        if at == len(ends):
-            return ends[-1]
-        return ends[at] + (wanted - byte_ends[at]) // runs[at]
 
     @cached_property
     def _ends(self) -> tuple[list[int], list[int], list[int]]:
@@ -213,14 +289,14 @@ class BulkSelection(SectionSelection):
         is_next = (block[1:] != block[:-1]) | (place[1:] <= place[:-1])
         firsts = np.flatnonzero(np.concatenate(([True], is_next, [True])))
         base = np.arange(len(section.images), dtype=np.int32) * np.int32(pool)
-        remote_ids = _ids(base, block[firsts[:-1]])
+        remote_ids = DescriptorIds([(base, _narrow(block[firsts[:-1]]))])
         number = np.repeat(np.arange(firsts.size - 1), np.diff(firsts))
         local_place, local_block = np.divmod(
             units.local, section.key.local.kernel_blocks
         )
         return cls(
             index,
-            np.empty(0, dtype=np.int32),
+            DescriptorIds(),
             remote_ids,
             np.array([section.image_bytes], dtype=np.int64),
             np.array([remote_ids.size], dtype=np.int64),
@@ -533,8 +609,8 @@ def _section_selection(
 ) -> SectionSelection:
     return SectionSelection(
         index,
-        _joined([_ids(s.local_base, units.local) for s, units in chosen]),
-        _joined([_ids(s.remote_base, units.remote) for s, units in chosen]),
+        DescriptorIds([(s.local_base, _narrow(u.local)) for s, u in chosen]),
+        DescriptorIds([(s.remote_base, _narrow(u.remote)) for s, u in chosen]),
         _joined([s.run_bytes for s, _ in chosen]),
         _joined([np.full(s.run_bytes.size, u.local.size) for s, u in chosen]),
     )
@@ -544,6 +620,6 @@ def _joined(arrays: Sequence[npt.NDArray[IntT]]) -> npt.NDArray[IntT]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _ids(base: npt.NDArray[np.int32], units: Ids) -> npt.NDArray[np.int32]:
-    # The ids are int32 by `MAX_DESCRIPTORS`; the narrowing is of the short side.
-    return (base[:, None] + units.astype(np.int32)).ravel()
+def _narrow(units: Ids) -> npt.NDArray[np.int32]:
+    """Ids are int32 by `MAX_DESCRIPTORS`."""
+    return units.astype(np.int32)

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 
     Ids = npt.NDArray[np.int64]
 
-__all__ = ("ABSENT", "Context", "Placement", "Side", "Span", "kernel_ids", "span_ids")
+__all__ = (
+    "ABSENT",
+    "Context",
+    "Placement",
+    "Side",
+    "Span",
+    "as_array",
+    "kernel_ids",
+    "span_ids",
+)
 
 ABSENT = -(2**62)
 """Stands for ``None`` in an array of block ids; no real id comes near it."""
@@ -68,6 +77,15 @@ def span_ids(span: Span, *, group: str, side: str) -> Ids:
             f" {ids.dtype} of {ids.ndim} axes"
         )
     return ids.astype(np.int64, copy=False, casting="unsafe")
+
+
+def as_array(span: Span, *, group: str, side: str) -> Span:
+    """The same span with its ids as `span_ids` has them: for many uses.
+
+    Raises:
+        UnknownBlock: As `span_ids`.
+    """
+    return Span(span_ids(span, group=group, side=side), span.first_token)
 
 
 def check_ids(ids: Ids, *, blocks: int, group: str, side: str) -> None:

@@ -1,7 +1,7 @@
 """`Traffic`: who may post now, and who waits for a turn.
 
 Bounds what is in flight, for the whole engine and for each peer; serves requests in
-turns, the more urgent ones first; and posts no more between two looks of the loop
+turns, the more urgent ones first, then those that have not begun; and posts no more between two looks of the loop
 than it can afford, because a post may block for as long as its bytes take
 (nixl-facts row 2).
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ("Lane", "Traffic", "Turn")
 
 BURST_POSTS = 8
-BURST_BYTES = 8 * 1024 * 1024
+BURST_BYTES = 4 * 1024 * 1024
 """Posted at once, before everybody else on the loop has had a look: on one host a
 megabyte takes about a quarter of a millisecond, a post of few bytes some tens of
 microseconds."""
@@ -50,17 +50,18 @@ class Lane:
 
     Attributes:
         priority: Lanes of a higher number are served first.
+        has_begun: Whether one of its waves has been posted.
     """
 
     priority: int = 0
     waiting: deque[Turn] = field(default_factory=deque)
+    has_begun: bool = False
 
 
-class _Class:
-    """The lanes of one priority, by the peer that their next wave is for.
+class _Queue:
+    """Lanes that take turns, by the peer that their next wave is for.
 
-    Invariant: a lane is in the queue of its first turn's peer, and in no other; a peer
-    with a queue is in ``ready``, unless it is full.
+    Invariant: a peer with lanes is in ``ready``, unless it is full.
     """
 
     def __init__(self) -> None:
@@ -77,22 +78,58 @@ class _Class:
         self.lanes[peer].remove(lane)
         self._tidy(peer)
 
-    def take(self, peer: str) -> Turn:
-        """The next wave for the peer; its lane and the peer go to the end."""
+    def take(self, peer: str) -> Lane:
+        """The lane whose turn it is; the peer goes to the end."""
         lane = self.lanes[peer].popleft()
         self._tidy(peer)
-        self.ready.pop(peer, None)
-        turn = lane.waiting.popleft()
-        if lane.waiting:
-            self.add(lane)
-        if peer in self.lanes:
-            self.ready.setdefault(peer)
-        return turn
+        if self.ready.pop(peer, 0) is None:
+            self.ready[peer] = None
+        return lane
 
     def _tidy(self, peer: str) -> None:
         if not self.lanes[peer]:
             del self.lanes[peer]
             self.ready.pop(peer, None)
+
+
+class _Class:
+    """The lanes of one priority: those that have not begun, and the others.
+
+    The two are served in turns: a small request does not wait until each of the large
+    ones has had a wave, and a flood of small ones leaves these every second turn.
+
+    Invariant: a lane with something to wait for is in one of them.
+    """
+
+    def __init__(self) -> None:
+        self.queues = _Queue(), _Queue()  # by `Lane.has_begun`
+        self._turn = False
+
+    def __bool__(self) -> bool:
+        return any(queue.lanes for queue in self.queues)
+
+    def add(self, lane: Lane) -> None:
+        self.queues[lane.has_begun].add(lane)
+
+    def remove(self, lane: Lane) -> None:
+        self.queues[lane.has_begun].remove(lane)
+
+    def next(self) -> _Queue | None:
+        """Whose turn it is of those in which somebody is ready."""
+        for which in (self._turn, not self._turn):
+            if self.queues[which].ready:
+                return self.queues[which]
+        return None
+
+    def take(self, queue: _Queue, peer: str) -> Turn:
+        """The next wave for the peer; its lane goes to the end."""
+        lane = queue.take(peer)
+        self._turn = not lane.has_begun
+        lane.has_begun = True
+        turn = lane.waiting.popleft()
+        if lane.waiting:
+            self.add(lane)
+        return turn
 
 
 class Traffic:
@@ -146,8 +183,9 @@ class Traffic:
         if not self._peer_bytes[peer]:
             del self._peer_bytes[peer]
         for lanes in self._classes.values():
-            if peer in lanes.lanes:
-                lanes.ready.setdefault(peer)
+            for queue in lanes.queues:
+                if peer in queue.lanes:
+                    queue.ready.setdefault(peer)
         self._serve()
 
     def drop(self, lane: Lane) -> list[Turn]:
@@ -172,7 +210,7 @@ class Traffic:
         if priority not in self._classes:
             # Callers may number as they like, by deadline for one: only those of
             # which something waits are kept.
-            kept = {p: lanes for p, lanes in self._classes.items() if lanes.lanes}
+            kept = {p: lanes for p, lanes in self._classes.items() if lanes}
             kept[priority] = _Class()
             self._classes = dict(sorted(kept.items(), reverse=True))
         return self._classes[priority]
@@ -180,12 +218,12 @@ class Traffic:
     def _serve(self) -> None:
         """Post for whoever's turn it is, as far as bounds and burst allow."""
         for lanes in tuple(self._classes.values()):
-            while lanes.ready and self._has_room():
-                peer = next(iter(lanes.ready))
+            while (queue := lanes.next()) is not None and self._has_room():
+                peer = next(iter(queue.ready))
                 if self._peer_bytes[peer] < self._config.max_peer_bytes_in_flight:
-                    self._post(lanes.take(peer))
+                    self._post(lanes.take(queue, peer))
                 else:
-                    del lanes.ready[peer]  # until one of its waves leaves
+                    del queue.ready[peer]  # until one of its waves leaves
 
     def _post(self, turn: Turn) -> None:
         self._waves += 1

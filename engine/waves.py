@@ -6,18 +6,22 @@ Bounded, because a post can block the loop for as long as its bytes take
 
 from __future__ import annotations
 
-from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, overload
+
+import numpy as np
 
 from kvferry.engine.selection import BulkSelection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    import numpy.typing as npt
 
     from kvferry.engine.selection import SectionSelection, Selection
     from kvferry.protocol.identity import EngineKey
 
-__all__ = ("Wave", "cut")
+__all__ = ("Wave", "Waves")
 
 
 class Wave(NamedTuple):
@@ -44,27 +48,72 @@ class Wave(NamedTuple):
         return self.selected.bytes_of(self.slice)
 
 
-def cut(
-    selection: Selection[EngineKey], keys: Sequence[EngineKey], *, max_bytes: int
-) -> tuple[Wave, ...]:
-    """Cut a selection into waves, taking turns between its peers.
+class Waves(Sequence[Wave]):
+    """A selection cut into waves that take turns between its peers.
+
+    Made where they are asked for: there may be thousands, and the loop waits for none.
 
     Args:
         selection: Keyed by the peers of `keys`; it may lack some.
         keys: The peers, in the order that numbers them.
         max_bytes: Bound of one wave; a longer single run is a wave of its own.
+
+    Attributes:
+        sources: The number of each wave's peer.
     """
-    lanes = [
-        list(_lane(source, selection.peers.get(key, ()), max_bytes))
-        for source, key in enumerate(keys)
-    ]
-    turns = chain.from_iterable(zip_longest(*lanes))
-    return tuple(wave for wave in turns if wave is not None)
+
+    def __init__(
+        self,
+        selection: Selection[EngineKey],
+        keys: Sequence[EngineKey],
+        *,
+        max_bytes: int,
+    ) -> None:
+        self._lanes = [_Lane(selection.peers.get(key, ()), max_bytes) for key in keys]
+        counts = [len(lane) for lane in self._lanes]
+        sources = np.repeat(np.arange(len(keys)), counts)
+        turns = np.concatenate([np.arange(count) for count in (*counts, 0)])
+        order = np.lexsort((sources, turns))
+        self.sources: tuple[int, ...] = tuple(sources[order].tolist())
+        self._turns: list[int] = turns[order].tolist()
+
+    @property
+    def are_bulk(self) -> bool:
+        """Whether any of them lands in the staging buffer."""
+        parts = (part for lane in self._lanes for part in lane.parts)
+        return any(isinstance(part, BulkSelection) for part in parts)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    @overload
+    def __getitem__(self, number: int) -> Wave: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Wave]: ...
+
+    def __getitem__(self, number: int | slice) -> Wave | Sequence[Wave]:
+        if isinstance(number, slice):
+            return [self[n] for n in range(*number.indices(len(self)))]
+        source = self.sources[number]
+        return Wave(source, *self._lanes[source].wave(self._turns[number]))
 
 
-def _lane(
-    source: int, parts: Sequence[SectionSelection], max_bytes: int
-) -> Iterator[Wave]:
-    for part in parts:
-        for piece in part.waves(max_bytes):
-            yield Wave(source, part, piece)
+class _Lane:
+    """The waves of one peer, part by part."""
+
+    def __init__(self, parts: Sequence[SectionSelection], max_bytes: int) -> None:
+        self.parts = parts
+        self._ends: list[npt.NDArray[np.int64]] = [
+            part.wave_ends(max_bytes) for part in parts
+        ]
+        self._firsts = [0, *accumulate(ends.size for ends in self._ends)]
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def wave(self, number: int) -> tuple[SectionSelection, slice]:
+        at = bisect_right(self._firsts, number) - 1
+        ends, turn = self._ends[at], number - self._firsts[at]
+        first = int(ends[turn - 1]) if turn else 0
+        return self.parts[at], slice(first, int(ends[turn]))

@@ -563,6 +563,7 @@ class Counts:
 
 def _resolve(rows: np.ndarray, ids: np.ndarray) -> list[tuple[int, int]]:
     """Address and length of descriptors: ids run through the rows in order."""
+    ids = np.asarray(ids)
     ends = np.cumsum(rows[:, 4].astype(np.int64))
     assert ids.dtype == np.int32
     assert ids.size == 0 or (ids.min() >= 0 and ids.max() < ends[-1])

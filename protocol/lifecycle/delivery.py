@@ -17,8 +17,6 @@ Not here: which bytes a wave has, what it is part of (`push` is), what time it i
 
 from __future__ import annotations
 
-import enum
-
 from kvferry.protocol.errors import (
     FerryError,
     FerryInternalError,
@@ -30,6 +28,7 @@ from kvferry.protocol.lifecycle.machine import (
     Event,
     Machine,
     Row,
+    State,
     total_table,
 )
 
@@ -60,7 +59,7 @@ __all__ = (
 )
 
 
-class DeliveryState(enum.Enum):
+class DeliveryState(State):
     """Where a delivery is."""
 
     WAITING = "waiting"
@@ -204,7 +203,7 @@ class EndDelivery(Effect, frozen=True):
     """It has its outcome: the machine's state and cause say which."""
 
 
-_Decision = tuple[enum.Enum, list[Effect]]
+_Decision = tuple[State, list[Effect]]
 
 
 class DeliveryMachine(Machine[DeliveryState]):

@@ -18,7 +18,6 @@ Not here: which bytes a part has, who a source is, what time it is.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from kvferry.protocol.lifecycle.machine import (
     Event,
     Machine,
     Row,
+    State,
     total_table,
 )
 
@@ -71,7 +71,7 @@ __all__ = (
 )
 
 
-class LandingState(enum.Enum):
+class LandingState(State):
     """Where a landing is."""
 
     NEW = "new"
@@ -274,7 +274,7 @@ class _Source:
         return not (self.is_safe or self.is_written)
 
 
-_Decision = tuple[enum.Enum, list[Effect]]
+_Decision = tuple[State, list[Effect]]
 
 
 class LandingMachine(Machine[LandingState]):

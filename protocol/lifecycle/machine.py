@@ -19,7 +19,24 @@ from kvferry.protocol.errors import FerryInternalError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ("Effect", "Event", "Machine", "Otherwise", "Row", "Table", "total_table")
+__all__ = (
+    "Effect",
+    "Event",
+    "Machine",
+    "Otherwise",
+    "Row",
+    "State",
+    "Table",
+    "total_table",
+)
+
+
+class State(enum.Enum):
+    """Where a machine can be."""
+
+    # The members are singletons. `Enum` hashes its name, in Python, and a pull asks its
+    # table and its sets of states some thirty times.
+    __hash__ = object.__hash__
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -50,18 +67,18 @@ class Row:
             the docs draw.
     """
 
-    decide: Callable[[Any, Any, float], tuple[enum.Enum, list[Effect]]]
-    targets: tuple[enum.Enum, ...]
+    decide: Callable[[Any, Any, float], tuple[State, list[Effect]]]
+    targets: tuple[State, ...]
 
 
-Table = dict[tuple[enum.Enum, type[Event]], Row | Otherwise]
+Table = dict[tuple[State, type[Event]], Row | Otherwise]
 
 
 def total_table(
-    states: Iterable[enum.Enum],
+    states: Iterable[State],
     events: Iterable[type[Event]],
-    moves: Mapping[enum.Enum, Mapping[type[Event], Row]],
-    ignored: Mapping[enum.Enum, Iterable[type[Event]]],
+    moves: Mapping[State, Mapping[type[Event], Row]],
+    ignored: Mapping[State, Iterable[type[Event]]],
 ) -> Table:
     """A table with a row for every pair; a pair named nowhere is a misuse."""
     known = list(events)
@@ -74,7 +91,7 @@ def total_table(
     return table
 
 
-StateT = TypeVar("StateT", bound=enum.Enum)
+StateT = TypeVar("StateT", bound=State)
 
 
 class Machine(Generic[StateT]):

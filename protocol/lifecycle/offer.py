@@ -17,14 +17,13 @@ Not here: blocks, links, the clock.
 
 from __future__ import annotations
 
-import enum
-
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.lifecycle.machine import (
     Effect,
     Event,
     Machine,
     Row,
+    State,
     total_table,
 )
 from kvferry.protocol.link import RefusedReason
@@ -48,7 +47,7 @@ __all__ = (
 )
 
 
-class OfferState(enum.Enum):
+class OfferState(State):
     """Where an offer is; all but OPEN are final."""
 
     OPEN = "open"
@@ -154,7 +153,7 @@ class EndOffer(Effect, frozen=True):
     """Give the blocks back to the producer; its state says why."""
 
 
-_Decision = tuple[enum.Enum, list[Effect]]
+_Decision = tuple[State, list[Effect]]
 
 
 class OfferMachine(Machine[OfferState]):

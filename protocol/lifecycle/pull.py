@@ -17,7 +17,7 @@ Not here: which bytes a wave has, who a source is, what time it is.
 
 from __future__ import annotations
 
-import enum
+from collections import Counter
 
 from kvferry.protocol.errors import (
     DeadlineExceeded,
@@ -29,6 +29,7 @@ from kvferry.protocol.lifecycle.machine import (
     Event,
     Machine,
     Row,
+    State,
     total_table,
 )
 
@@ -65,7 +66,7 @@ __all__ = (
 )
 
 
-class PullState(enum.Enum):
+class PullState(State):
     """Where a pull is."""
 
     NEW = "new"
@@ -270,7 +271,7 @@ class ReclaimBlocks(Effect, frozen=True):
     """Let the quarantined blocks go."""
 
 
-_Decision = tuple[enum.Enum, list[Effect]]
+_Decision = tuple[State, list[Effect]]
 
 
 class PullMachine(Machine[PullState]):
@@ -355,7 +356,8 @@ class PullMachine(Machine[PullState]):
                 f" and {event.unready} are not ready"
             )
         self._wave_sources = event.wave_sources
-        self._unread = [event.wave_sources.count(source) for source in sources]
+        waves = Counter(event.wave_sources)
+        self._unread = [waves[source] for source in sources]
         self._needed = set(read)
         self._unconfirmed = set(read)
         self._unready = read & set(event.unready)

@@ -17,8 +17,6 @@ are ready, what time it is.
 
 from __future__ import annotations
 
-import enum
-
 from kvferry.protocol.errors import (
     DeadlineExceeded,
     FerryError,
@@ -32,6 +30,7 @@ from kvferry.protocol.lifecycle.machine import (
     Event,
     Machine,
     Row,
+    State,
     total_table,
 )
 
@@ -55,7 +54,7 @@ __all__ = (
 )
 
 
-class PushState(enum.Enum):
+class PushState(State):
     """Where a push is."""
 
     OPEN = "open"
@@ -164,7 +163,7 @@ class AbortDeliveries(Effect, frozen=True):
     cause: FerryError
 
 
-_Decision = tuple[enum.Enum, list[Effect]]
+_Decision = tuple[State, list[Effect]]
 
 
 class PushMachine(Machine[PushState]):

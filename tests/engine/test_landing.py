@@ -371,6 +371,29 @@ async def test_a_cancelled_pull_puts_nothing_more_in_place(autojump_clock) -> No
         assert pools[1].is_untouched()
 
 
+def test_what_is_long_is_put_in_place_beside_the_loop(monkeypatch) -> None:
+    """In a worker thread, so that the next wave is read meanwhile: the same bytes."""
+    in_loop, run = [], rearrange._run
+
+    def noted(*args: Any) -> None:
+        in_loop.append(trio.lowlevel.in_trio_run())
+        run(*args)
+
+    monkeypatch.setattr(rearrange, "_run", noted)
+    for threshold, found in ((1 << 20, True), (1, False)):
+        monkeypatch.setattr(rearrange, "THREAD_BYTES", threshold)
+        network = MemoryNetwork(seed=1)
+        crossing = partial(
+            cross, RICH, fabric=network.fabric, streams=MemoryStreams(), **BULK
+        )
+        # On real time: virtual time does not wait for threads.
+        wrong, _ = trio.run(crossing)
+        assert wrong == []
+        assert in_loop
+        assert set(in_loop) == {found}
+        in_loop.clear()
+
+
 async def test_a_failing_copy_fails_the_pull(autojump_clock, monkeypatch) -> None:
     """Typed, with the ranges that cannot be trusted; and that pull alone."""
     pools = (Pool(32), Pool(32))

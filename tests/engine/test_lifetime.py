@@ -148,7 +148,10 @@ async def test_l2_blocks_stay_held_until_the_last_is_terminal(
 ) -> None:
     """One of four fails at 1 s, the last lands at 5 s: failed once, at 5 s."""
     world, producer, consumer = World(), Pool(), Pool()
-    async with world.pair(producer, consumer, wave_bytes=100) as (prefill, decode):
+    async with world.pair(producer, consumer, wave_bytes=100, window=4) as (
+        prefill,
+        decode,
+    ):
         offer = offered(prefill, producer)
         for number in range(1, 5):
             fails = number == first
@@ -176,7 +179,10 @@ async def test_l2_blocks_stay_held_until_the_last_is_terminal(
 async def test_l2_two_failures_are_one_outcome(autojump_clock) -> None:
     """The first cause stays, however many follow."""
     world, producer, consumer = World(), Pool(), Pool()
-    async with world.pair(producer, consumer, wave_bytes=100) as (prefill, decode):
+    async with world.pair(producer, consumer, wave_bytes=100, window=4) as (
+        prefill,
+        decode,
+    ):
         for number in range(1, 5):
             world.network.faults.add(
                 TransferFault(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import suppress
 from functools import partial
@@ -25,6 +26,7 @@ from kvferry.protocol.link import (
     encode_message,
 )
 
+PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 PEER = EngineKey("p", "1", Rank())
 
 
@@ -529,3 +531,35 @@ async def test_h1_a_flood_of_messages_takes_turns_with_other_tasks(
         steps = [b - a for a, b in pairwise(turns)]
         assert max(steps) <= 2 * MESSAGES_AT_ONCE
         nursery.cancel_scope.cancel()
+
+
+async def test_over_a_socket_a_message_leaves_before_the_loop_comes_round() -> None:
+    """One at a time: what follows it in the same step leaves together, in its order."""
+    ours, theirs = trio.socket.socketpair()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    link, bare = linked(trio.SocketStream(ours)), theirs.fileno()
+    heard = FramedStream(trio.SocketStream(theirs))
+
+    def waiting() -> int:
+        with socket.socket(fileno=os.dup(bare)) as peeking:
+            return len(peeking.recv(1 << 20, PEEK))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(link.run, lambda _: None)
+        await trio.testing.wait_all_tasks_blocked()
+        link.post(renewed(0))
+        first = encode_frame(encode_message(renewed(0)), limit_bytes=MAX_LINK_BYTES)
+        assert waiting() == len(first)
+        for number in range(1, 500):
+            link.post(renewed(number))
+        assert waiting() == len(first)
+        for number in range(500):
+            assert decode_message(await heard.receive()) == renewed(number)
+        await trio.testing.wait_all_tasks_blocked()
+        link.post(Renew("r", "o", 1, tuple(Rank(n, 1024) for n in range(1024))))
+        link.post(renewed(500))  # while a part of it is still to be sent
+        assert len(decode_message(await heard.receive()).readers) == 1024
+        assert decode_message(await heard.receive()) == renewed(500)
+        nursery.start_soon(partial(link.close, "over", within_s=1.0))
+        assert isinstance(decode_message(await heard.receive()), Goodbye)
+        await heard.aclose()

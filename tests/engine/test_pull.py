@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import trio
 import trio.testing
@@ -11,7 +13,9 @@ from kvferry.engine import (
     OfferOutcome,
     Span,
     UnknownBlock,
+    pull,
 )
+from kvferry.engine.plan import Plan
 from tests.kit import GROUP, Pool, World, at_base
 
 
@@ -130,3 +134,29 @@ async def test_a_prefix_that_splits_a_unit_is_refused(autojump_clock) -> None:
     assert caught.value.request_id == "r"
     assert not caught.value.untrusted
     assert consumer.is_untouched()
+
+
+def test_a_long_request_is_planned_beside_the_loop(monkeypatch) -> None:
+    """However many blocks a ticket names, the loop waits for no plan of them."""
+    in_loop, select = [], Plan.select
+
+    def noted(*args: Any, **options: Any) -> Any:
+        in_loop.append(trio.lowlevel.in_trio_run())
+        return select(*args, **options)
+
+    async def main() -> None:
+        producer, consumer = Pool(), Pool()
+        async with World().pair(producer, consumer) as (prefill, decode):
+            for name in ("r", "s"):  # not connected yet, and connected
+                blocks = producer.stamp([4, 8, 1], num_tokens=12)
+                offer = prefill.offer(name, blocks, num_tokens=12)
+                await decode.pull(offer.ticket, {GROUP: [7, 3, 11]})
+                consumer.check([7, 3, 11], num_tokens=12)
+
+    monkeypatch.setattr(Plan, "select", noted)
+    for most, found in ((3, True), (2, False)):
+        monkeypatch.setattr(pull, "LONG_BLOCKS", most)
+        # On real time: virtual time does not wait for threads.
+        trio.run(main)
+        assert in_loop == [found, found]
+        in_loop.clear()

@@ -97,7 +97,7 @@ async def test_l2_both_sides_blocks_stay_held_until_the_last_is_terminal(
     """One of four fails at 1 s, the last lands at 5 s: failed once on each side, at 5 s."""
     world, source, target = World(), Pool(), Pool()
     async with (
-        world.pair(source, target, wave_bytes=400) as (prefill, decode),
+        world.pair(source, target, wave_bytes=400, window=4) as (prefill, decode),
         trio.open_nursery() as nursery,
     ):
         for number in range(1, 5):

@@ -235,3 +235,28 @@ def test_every_wave_is_posted_once_in_its_order_and_within_the_bounds(
         assert road.traffic.bytes_in_flight == 0
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+async def test_a_new_request_waits_for_one_wave_of_others_not_for_one_of_each(
+    autojump_clock, running
+) -> None:
+    """However many large ones there are; and new ones without end do not stop these."""
+    road = running(max_waves_in_flight=1)
+    larges = [Lane() for _ in range(10)]
+    for wave in range(9):
+        for lane in larges:
+            road.ask("large", lane, wave)
+    for _ in range(20):
+        road.traffic.leave("p", 1)
+        await trio.testing.wait_all_tasks_blocked()
+    for n in range(10):
+        road.ask(f"small {n}", Lane(), 0)
+    for _ in range(20):
+        road.traffic.leave("p", 1)
+        await trio.testing.wait_all_tasks_blocked()
+    names = [name for name, _ in road.posted[21:]]
+    assert names.count("large") == 10
+    assert [name for name in names if name != "large"] == [
+        f"small {n}" for n in range(10)
+    ]
+    assert all("large" in pair for pair in itertools.pairwise(names))

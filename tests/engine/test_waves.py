@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +11,9 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine.selection import SectionSelection
+from kvferry.engine.selection import DescriptorIds, SectionSelection
 from kvferry.engine.traffic import BURST_POSTS
-from kvferry.engine.waves import cut
+from kvferry.engine.waves import Waves
 from tests.kit import GROUP, Pool, World, agent
 
 segments = st.lists(
@@ -42,7 +43,7 @@ def test_waves_cover_every_descriptor_once(peers, max_bytes) -> None:
             first += sections[-1].descriptors
         if sections:  # a selection may lack a peer
             chosen[key] = tuple(sections)
-    waves = cut(SimpleNamespace(peers=chosen), keys, max_bytes=max_bytes)
+    waves = Waves(SimpleNamespace(peers=chosen), keys, max_bytes=max_bytes)
 
     seen = {key: [] for key in keys}
     for wave in waves:
@@ -74,7 +75,7 @@ def test_no_wave_is_smaller_than_it_must_be(pairs, max_bytes) -> None:
 def _waves(pairs, max_bytes):
     part = section(0, pairs, 0)
     selection = SimpleNamespace(peers={"p": (part,)})
-    return cut(selection, ["p"], max_bytes=max_bytes), part
+    return Waves(selection, ["p"], max_bytes=max_bytes), part
 
 
 class PostsInAStep(trio.abc.Instrument):
@@ -167,3 +168,44 @@ async def test_a_small_pull_is_not_held_up_by_a_large_one(autojump_clock) -> Non
             await trio.sleep(0.05)
             assert done == ["small"]
         assert done == ["small", "large"]
+
+
+grids = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 10**6), min_size=1, max_size=5),
+        st.lists(st.integers(0, 10**6), min_size=1, max_size=5),
+    ),
+    max_size=4,
+)
+
+
+@given(pairs=grids, data=st.data())
+def test_ids_of_a_slice_are_those_of_the_whole(pairs, data) -> None:
+    """Whatever rows and grids the slice cuts through."""
+    whole = [row + unit for rows, units in pairs for row in rows for unit in units]
+    arrays = [(np.array(r, np.int32), np.array(u, np.int32)) for r, u in pairs]
+    ids = DescriptorIds(arrays)
+    assert ids.size == len(whole)
+    assert ids.tolist() == np.asarray(ids).tolist() == whole
+    first, last = data.draw(st.tuples(*[st.integers(0, len(whole))] * 2))
+    some = ids[first:last]
+    assert some.tolist() == whole[first:last]
+    assert some.dtype == np.int32
+    assert some.flags.c_contiguous
+
+
+def test_a_huge_request_is_neither_cut_nor_numbered_all_at_once() -> None:
+    """40 GB in 80 layers: what is made before the first post does not grow with them."""
+    units = np.arange(100_000, dtype=np.int32)
+    ids = DescriptorIds([(np.arange(80, dtype=np.int32) * 100_000, units)])
+    runs, sizes = np.full(80, 65536), np.full(80, 100_000)
+    tracemalloc.start()
+    try:
+        part = SectionSelection(0, ids, ids, runs, sizes)
+        waves = Waves(SimpleNamespace(peers={"p": (part,)}), ["p"], max_bytes=1 << 23)
+        assert len(waves) == 62_500
+        last = waves[-1]
+        assert part.local_ids[last.slice].tolist() == list(range(7_999_872, 8_000_000))
+        assert tracemalloc.get_traced_memory()[1] < 16 * 62_500 * 8
+    finally:
+        tracemalloc.stop()

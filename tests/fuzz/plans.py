@@ -161,10 +161,11 @@ def _select(made: Any, reader: Reader) -> None:
     for parts in selection.peers.values():
         for part in parts:
             section = made.peers[0].sections[part.index]
-            for ids, rows in (
+            for told, rows in (
                 (part.local_ids, section.local_rows),
                 (part.remote_ids, section.remote_rows),
             ):
+                ids = np.asarray(told)
                 assert ids.dtype == np.int32
                 assert ids.min() >= 0
                 assert ids.max() < int(rows[:, 4].sum())

@@ -17,7 +17,7 @@ import trio
 import kvferry.engine.fabric.nixl  # noqa: F401 - seconds, before anything is timed
 from kvferry.engine import EngineConfig, Span, open_engine
 from kvferry.engine.fabric.base import Operation
-from kvferry.engine.waves import cut
+from kvferry.engine.waves import Waves
 from kvferry.protocol import ModelIdentity, Ticket
 from tests.kit import GROUP, IDENTITY, Pool
 from tests.nixl.push_commands import PushCommands, told
@@ -176,7 +176,7 @@ class Told(PushCommands):
             remote={GROUP: Span(offered.spans[GROUP].block_ids, 0)},
         )
         transfers = []
-        for wave in cut(
+        for wave in Waves(
             selection, [sources.peers[0].key], max_bytes=engine.config.wave_bytes
         ):
             ours, theirs = sources.prepared[0][wave.selected.index]
