@@ -201,4 +201,6 @@ def _seeds() -> Iterator[bytes]:
                 yield change + bytes([0, 0, is_push]) + _request(FAR_SPAN)[2:]
 
 
-SEEDS = tuple(_seeds())
+# Was found: tokens far beyond the span of the other side, each to be looked at.
+FOUND = bytes.fromhex("00fdff008cff3f0307070707071300000000000000070720")
+SEEDS = (FOUND, *_seeds())
