@@ -9,7 +9,7 @@ TYPES := .cache/types
 # many times over otherwise.
 export OMP_NUM_THREADS := 1
 
-.PHONY: env examples-env demo demo-all test lint types check bench clean
+.PHONY: env examples-env demo demo-all test lint types check bench fuzz clean
 
 env: $(VENV)/.core
 
@@ -58,5 +58,11 @@ check: lint types test
 bench: $(VENV)/.core
 	$(BIN)/python -m benchmarks
 
+# Every decoder, the planner and whole engines on hostile bytes, ten minutes each; a
+# short form of it is among the tests. FUZZ="link plan" chooses, FUZZ_SECONDS is the time.
+fuzz: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[fuzz]"
+	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),600) $(BIN)/python -m tests.fuzz $(FUZZ)
+
 clean:
-	rm -rf $(VENV) .cache/types .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache/types .cache/fuzz .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvferry.protocol.errors import FerryError
+from kvferry.protocol.errors import FerryError, ProtocolViolation
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -31,9 +31,13 @@ class Agents:
 
         Raises:
             PeerUnreachable: The peer's transport does not answer.
-            ProtocolViolation: The metadata is not metadata.
+            ProtocolViolation: The metadata is not metadata, or our own.
         """
         name = self._fabric.connect(metadata)
+        if name == self._fabric.name:
+            # What it has us write to would be places in our own memory.
+            self._fabric.disconnect(name)
+            raise ProtocolViolation("the peer shows our own agent as its own")
         self._holders.setdefault(name, set()).add(holder)
         return name
 

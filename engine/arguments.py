@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.engine.spans import Span
 from kvferry.protocol.errors import MisuseError
+from kvferry.protocol.ticket import MAX_SPAN_BLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,8 +65,14 @@ def plain_span(given: Sequence[int | None] | Span, *, first_token: int) -> Span:
     """Blocks as a span; a plain list begins at ``first_token``.
 
     Raises:
-        MisuseError: As `whole`.
+        MisuseError: As `whole`, or more blocks than a message carries.
     """
-    if not isinstance(given, Span):
-        return Span(given, first_token)
-    return Span(given.block_ids, whole(given.first_token, "first_token"))
+    if isinstance(given, Span):
+        span = Span(given.block_ids, whole(given.first_token, "first_token"))
+    else:
+        span = Span(given, first_token)
+    if len(span.block_ids) > MAX_SPAN_BLOCKS:
+        raise MisuseError(
+            f"{len(span.block_ids)} blocks, no peer takes over {MAX_SPAN_BLOCKS}"
+        )
+    return span

@@ -149,10 +149,6 @@ class EngineConfig:
         """
         if not 0 < len(self.engine_id) <= 256:
             raise ConfigError("engine_id must have 1 to 256 characters")
-        if self.rank.tp >= self.rank.tp_size or self.rank.pp >= self.rank.pp_size:
-            raise ConfigError(f"rank {self.rank} is outside its own sizes")
-        if self.rank.tp_size * self.rank.pp_size > 1024:
-            raise ConfigError(f"rank {self.rank}: an instance has at most 1,024 ranks")
         self._check_positive()
         self._check_landing()
         self._check_join()

@@ -8,6 +8,7 @@ runs), so equal sets of bytes are equal arrays.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -141,20 +142,30 @@ def are_outside(
 ) -> npt.NDArray[np.bool_]:
     """Which rows have a descriptor that does not lie inside one registered region."""
     outside = np.ones(len(rows), dtype=np.bool_)
-    of_memory = sorted(region for region in regions if region.memory == memory)
-    for device in {region.device for region in of_memory}:
-        here = [region for region in of_memory if region.device == device]
-        starts = np.array([region.address for region in here], dtype=np.uint64)
-        ends = np.array([r.address + r.size for r in here], dtype=np.uint64)
-        at = np.searchsorted(starts, rows[:, 0], side="right") - 1
-        last = rows[:, 0] + rows[:, 1] + rows[:, 3] * (rows[:, 4] - np.uint64(1))
-        # A peer's address may be anything: without the third test it could wrap.
-        outside &= (
-            (rows[:, 2] != device)
-            | (at < 0)
-            | (rows[:, 0] > ends[at])
-            | (last > ends[at])
-        )
+    by_device: dict[int, list[Region]] = defaultdict(list)
+    for region in sorted(region for region in regions if region.memory == memory):
+        by_device[region.device].append(region)
+    # Row by row at its own device: a peer may name as many devices as it likes.
+    order = np.argsort(rows[:, 2], kind="stable")
+    devices, firsts = np.unique(rows[order, 2], return_index=True)
+    for device, its_rows in zip(
+        devices.tolist(), np.split(order, firsts[1:]), strict=True
+    ):
+        if here := by_device.get(device):
+            outside[its_rows] = _are_outside(rows[its_rows], here)
+    return outside
+
+
+def _are_outside(rows: Rows, regions: Sequence[Region]) -> npt.NDArray[np.bool_]:
+    """As `are_outside`, all on one device, the regions sorted."""
+    starts = np.array([region.address for region in regions], dtype=np.uint64)
+    ends = np.array([r.address + r.size for r in regions], dtype=np.uint64)
+    at = np.searchsorted(starts, rows[:, 0], side="right") - 1
+    last = rows[:, 0] + rows[:, 1] + rows[:, 3] * (rows[:, 4] - np.uint64(1))
+    # A peer's address may be anything: without the second test it could wrap.
+    outside: npt.NDArray[np.bool_] = (
+        (at < 0) | (rows[:, 0] > ends[at]) | (last > ends[at])
+    )
     return outside
 
 

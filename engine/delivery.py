@@ -17,7 +17,6 @@ from kvferry.engine.drive import Driver
 from kvferry.engine.fabric.base import Operation
 from kvferry.engine.flight import Flights
 from kvferry.engine.quarantine import QuarantineEntry, held_blocks
-from kvferry.engine.spans import Span, as_array
 from kvferry.engine.waves import Waves
 from kvferry.protocol.errors import (
     EngineClosed,
@@ -62,6 +61,7 @@ from kvferry.protocol.link import (
     as_detail,
 )
 from kvferry.protocol.notices import Written, encode_notice
+from kvferry.protocol.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from kvferry.engine.link import Link
     from kvferry.engine.readiness import Step
     from kvferry.engine.services import Services
+    from kvferry.engine.spans import Span
     from kvferry.engine.targets import ClaimPlans, Target
     from kvferry.engine.waves import Wave
     from kvferry.protocol.identity import EngineKey
@@ -110,13 +111,14 @@ class Delivery:
         written_bytes: How many of those bytes have been written.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - built in one place, from what it was told
         self,
         services: Services,
         target: Target,
         register: Register,
         claim: ClaimPlans,
         *,
+        spans: Mapping[str, Span],
         on_over: Callable[[Delivery], None],
         on_clear: Callable[[Delivery], None],
     ) -> None:
@@ -125,8 +127,9 @@ class Delivery:
         Args:
             services: The engine's.
             target: Who gets it.
-            register: Where to; its blocks have been checked.
+            register: Where to, but for the blocks.
             claim: Which part is ours to write.
+            spans: The blocks, which have been checked.
             on_over: Told once, when it has its outcome.
             on_clear: Told once, when nothing of it is in flight any more, either.
         """
@@ -142,7 +145,7 @@ class Delivery:
         self._on_over = on_over
         self._on_clear = on_clear
         self._log = services.log.bind(
-            request=register.request_id, reader=str(target.key)
+            request=printable(register.request_id), reader=str(target.key)
         )
         self._machine = DeliveryMachine(
             now=trio.current_time(),
@@ -170,13 +173,8 @@ class Delivery:
             on_lost=self._lost,
             log=self._log,
         )
-        # Arrays once: each step of a stream plans with them anew.
-        self._spans = {
-            name: as_array(
-                Span(span.block_ids, span.first_token), group=name, side="consumer"
-            )
-            for name, span in register.spans.items()
-        }
+        self._spans = spans
+        target.blocks += self._blocks
         self._cargo: Cargo | None = None
         self._batches: list[_Batch] = []
         self.waves = 0
@@ -194,6 +192,10 @@ class Delivery:
     def has_landed(self) -> bool:
         """Whether the consumer has it all."""
         return self._machine.state is DeliveryState.LANDED
+
+    @property
+    def _blocks(self) -> int:
+        return sum(len(span.block_ids) for span in self._spans.values())
 
     def start(self) -> None:
         """Tell the consumer that it is registered, and wait for a push."""
@@ -405,6 +407,7 @@ class Delivery:
             return
         self._is_holding = False
         self._claim.users -= 1
+        self._target.blocks -= self._blocks
         self._target.tidy()
         self._on_clear(self)
 

@@ -45,12 +45,10 @@ from kvferry.protocol.errors import (
     FerryError,
     FerryInternalError,
     MisuseError,
-    ProtocolViolation,
     UnknownBlock,
 )
 from kvferry.protocol.handshake import Card
 from kvferry.protocol.link import Spare
-from kvferry.protocol.notices import decode_notice
 from kvferry.protocol.ticket import Contact, Ticket
 
 if TYPE_CHECKING:
@@ -112,8 +110,13 @@ class TransferEngine:
         self._fabric = fabric
         self._log = log
         self._is_closing = False
-        self._stray_notices = 0
-        self._pump = Pump(fabric, config, on_notice=self._take_notice, log=log)
+        self._pump = Pump(
+            fabric,
+            config,
+            on_notice=self._take_notice,
+            hand_over=self._hand_over_notices,
+            log=log,
+        )
         self._traffic = Traffic(config)
         self._trust = Trust(config, wall_clock=wall_clock)
         ours = Credentials(
@@ -627,7 +630,7 @@ class TransferEngine:
             "handshakes_refused": self._listener.refused,
             "parked_messages": self._offers.parked,
             "stray_messages": self._offers.strays + self._pushes.strays,
-            "stray_notices": self._stray_notices,
+            "stray_notices": self._landings.intake.strays,
             "asks": len(self._asks),
             **self._instance.statistics(),
             **{f"fabric_{k}": v for k, v in self._fabric.counts().items()},
@@ -684,17 +687,10 @@ class TransferEngine:
                 )
 
     def _take_notice(self, notice: Notice) -> None:
-        """One that no landing has asked for is counted, and changes nothing."""
-        try:
-            written = decode_notice(notice.payload)
-        except ProtocolViolation as error:
-            kind = str(error)
-        else:
-            if self._landings.take(written):
-                return
-            kind = type(written).__name__
-        self._stray_notices += 1
-        self._log.warning("stray_notice", sender=notice.sender, notice=kind)
+        self._landings.intake.take(notice)
+
+    def _hand_over_notices(self) -> bool:
+        return self._landings.intake.hand_over()
 
     async def _listen(self, streams: Streams, nursery: trio.Nursery) -> None:
         if self.config.listen is None:

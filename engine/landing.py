@@ -19,6 +19,7 @@ import trio
 from kvferry.engine.after import wait_for
 from kvferry.engine.drive import Driver
 from kvferry.engine.guard import guarded
+from kvferry.engine.intake import Intake
 from kvferry.engine.peers import Subscriber
 from kvferry.engine.pump import Cadence
 from kvferry.engine.quarantine import QuarantineEntry, held_blocks
@@ -95,7 +96,6 @@ if TYPE_CHECKING:
     from kvferry.protocol.layout import CacheLayout, GroupLayout
     from kvferry.protocol.lifecycle.machine import Effect
     from kvferry.protocol.link import LinkMessage
-    from kvferry.protocol.notices import Written
     from kvferry.protocol.ticket import Contact, RankAddress
 
 __all__ = ("LandingRequest", "Landings")
@@ -133,12 +133,17 @@ class LandingRequest:
 
 
 class Landings:
-    """All landings of one engine."""
+    """All landings of one engine.
+
+    Attributes:
+        intake: Where notices come in; one without a landing that has chosen its token
+            is dropped (case n5).
+    """
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._active: dict[str, _Landing] = {}
-        self._tokens: dict[bytes, tuple[_Landing, int]] = {}
+        self.intake = Intake(log=services.log)
         self._shares: dict[tuple[EngineKey, ...], Shares] = {}
         self._idle = trio.Event()
 
@@ -161,15 +166,6 @@ class Landings:
                 self._idle.set()
                 self._idle = trio.Event()
 
-    def take(self, notice: Written) -> bool:
-        """Let a notice in; False if no landing has chosen its token (case n5)."""
-        found = self._tokens.get(notice.token)
-        if found is None:
-            return False
-        landing, source = found
-        landing.arrived(source, notice.part)
-        return True
-
     async def close(self) -> None:
         """End all landings, and wait until each is over."""
         for landing in tuple(self._active.values()):
@@ -182,13 +178,13 @@ class Landings:
     def token(self, landing: _Landing, source: int) -> bytes:
         """A fresh token for what one source writes."""
         token = secrets.token_bytes(TOKEN_BYTES)
-        self._tokens[token] = (landing, source)
+        self.intake.expect(token, partial(landing.arrived, source))
         return token
 
     def drop_tokens(self, tokens: Iterable[bytes]) -> None:
         """No notice is expected any more."""
         for token in tokens:
-            self._tokens.pop(token, None)
+            self.intake.forget(token)
 
     def shares(
         self,

@@ -8,6 +8,7 @@ hands each one over.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -46,6 +47,13 @@ FRAME_COST = 64
 SEND_BYTES = 64 * 1024
 """Is handed to the stream at once, and one message more: a call for each of thousands
 of small ones would cost more than the bytes."""
+
+
+PIECE_BYTES = 2 * SEND_BYTES
+"""Must leave within the silence, or the peer does not read its link."""
+
+MESSAGES_AT_ONCE = 32
+"""Are taken from what has arrived before other tasks have their turn."""
 
 
 class FramedStream:
@@ -121,7 +129,8 @@ class Link:
         framed: The stream, which the link closes.
         peer: Who is at the other end.
         keepalive_s: Seconds without a message until the peer is asked for one.
-        silence_s: Seconds without a message until the peer is taken for dead.
+        silence_s: Seconds without a whole message, or in which nothing can be sent,
+            until the peer is taken for dead.
         queue_bytes: Most that waits to be sent.
 
     Attributes:
@@ -144,6 +153,7 @@ class Link:
         self._keepalive_s = keepalive_s
         self._silence_s = silence_s
         self._heard_at = trio.current_time()
+        self._sending_at: float | None = None  # since when the peer takes nothing
         self._queue: deque[bytes] = deque()  # frames
         self._queue_bytes = queue_bytes
         self._queued_bytes = 0
@@ -251,7 +261,9 @@ class Link:
 
     async def _read(self, deliver: Callable[[LinkMessage], None]) -> None:
         try:
-            while True:
+            for number in itertools.count(1):
+                if number % MESSAGES_AT_ONCE == 0:
+                    await trio.lowlevel.checkpoint()  # a flood takes turns, too
                 message = decode_message(
                     await self._framed.receive(limit_bytes=MAX_LINK_BYTES)
                 )
@@ -280,11 +292,18 @@ class Link:
                     await self._filled.wait()
                     self._is_idle = False
                 else:
-                    await self._framed.send_frames(self._take())
+                    await self._send(self._take())
             self._flushed.set()
         except FerryError as error:
             error.peer = str(self.peer)
             self.end(error)
+
+    async def _send(self, frames: bytes) -> None:
+        """In pieces, so that a slow peer is told from one that reads nothing."""
+        for first in range(0, len(frames), PIECE_BYTES):
+            self._sending_at = trio.current_time()
+            await self._framed.send_frames(frames[first : first + PIECE_BYTES])
+        self._sending_at = None
 
     def _take(self) -> bytes:
         """What is to be sent next, whole messages."""
@@ -297,21 +316,26 @@ class Link:
         return b"".join(taken)
 
     async def _watch(self) -> None:
-        """Ask a quiet peer whether it is there; end the link if it stays silent."""
-        while (now := trio.current_time()) < self._heard_at + self._silence_s:
+        """Ask a quiet peer whether it is there; end the link if it stays silent, or
+        takes nothing of what we say."""
+        while (now := trio.current_time()) < self._ends_at():
             quiet_at = self._heard_at + self._keepalive_s
             if now >= quiet_at:
                 self._say(Ping())
                 quiet_at = now + self._keepalive_s
-            await trio.sleep_until(min(quiet_at, self._heard_at + self._silence_s))
+            await trio.sleep_until(min(quiet_at, self._ends_at()))
             # A process that was stopped itself first reads what has come meanwhile.
             await trio.lowlevel.checkpoint()
-        self.end(
-            PeerLost(
-                f"nothing was heard of the peer for {self._silence_s} s",
-                peer=str(self.peer),
-            )
-        )
+        is_silent = now >= self._heard_at + self._silence_s
+        what = "nothing was heard of the peer" if is_silent else "the peer read nothing"
+        self.end(PeerLost(f"{what} for {self._silence_s} s", peer=str(self.peer)))
+
+    def _ends_at(self) -> float:
+        """When it has been heard of for the last time for too long, as of now."""
+        since = self._heard_at
+        if self._sending_at is not None:
+            since = min(since, self._sending_at)
+        return since + self._silence_s
 
     def _say(self, message: Ping | Pong) -> None:
         with suppress(PeerLost):  # closing, or ended just now

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 
 import trio
 
+from kvferry.engine.budget import SeldomLog
 from kvferry.engine.guard import guarded
 from kvferry.engine.handshake import Welcome, receive_call, turn_away
 from kvferry.engine.link import GOODBYE_S, FramedStream, Link
@@ -35,6 +36,10 @@ __all__ = ("InstanceService", "LinkService", "Listener")
 
 TURN_AWAY_S = 1.0
 """How long somebody for whom there is no place may take to hear so."""
+
+PATIENCE_S = 1.0
+"""When all places are taken, whoever has not introduced himself after so long makes
+room: those that hold places by saying nothing, or a byte at a time, shut nobody out."""
 
 ACCEPT_AGAIN_S = 0.1
 """After a failed accept; as for running out of file descriptors, which takes time."""
@@ -101,10 +106,12 @@ class Listener:
         self._service = service
         self._instance = instance
         self._log = log
+        self._seldom_log = SeldomLog(log)
         self._links: dict[Link, None] = {}
         self._admitted: set[FramedStream] = set()  # links, or so in a moment
         self._left = trio.Event()  # one of them, since somebody looked
-        self._diallers = 0  # not introduced yet
+        # Not introduced yet, in the order in which they came, and since when.
+        self._diallers: dict[trio.CancelScope, float] = {}
         self._turned_away = 0  # hearing so now
         self._is_closing = False
         self.refused = 0
@@ -127,7 +134,7 @@ class Listener:
             try:
                 stream = await bound.accept()
             except OSError as exc:
-                self._log.warning("accept_failed", error=str(exc))
+                self._seldom_log.warning("accept_failed", error=str(exc))
                 await trio.sleep(ACCEPT_AGAIN_S)
             except trio.ClosedResourceError as exc:
                 raise EngineClosed("somebody closed the listener") from exc
@@ -161,7 +168,7 @@ class Listener:
     async def _serve(self, stream: trio.abc.Stream) -> None:
         def failed(error: FerryError) -> None:
             self.refused += 1
-            self._log.warning("handshake_failed", error=str(error))
+            self._seldom_log.warning("handshake_failed", error=str(error))
 
         try:
             await guarded(
@@ -173,7 +180,7 @@ class Listener:
             await trio.aclose_forcefully(stream)
 
     async def _receive(self, framed: FramedStream) -> None:
-        if self._is_closing or self._diallers >= self._config.max_diallers:
+        if self._is_closing or not self._has_place():
             await self._turn_away(framed)
         else:
             try:
@@ -196,17 +203,27 @@ class Listener:
                 self._turned_away -= 1
         raise HandshakeRefused(f"no place for a dialler: {reason.value}")
 
+    def _has_place(self) -> bool:
+        """Whether one more may introduce himself, if need be in the place of another."""
+        if len(self._diallers) < self._config.max_diallers:
+            return True
+        scope, since = next(iter(self._diallers.items()))
+        if trio.current_time() < since + PATIENCE_S:
+            return False
+        del self._diallers[scope]
+        scope.cancel()
+        return True
+
     async def _greet(self, framed: FramedStream) -> _Visit:
-        self._diallers += 1
-        try:
-            with trio.fail_after(self._config.handshake_timeout_s):
+        with trio.move_on_after(self._config.handshake_timeout_s) as scope:
+            self._diallers[scope] = trio.current_time()
+            try:
                 return await receive_call(
                     framed, self._ours, partial(self._receive_call, framed)
                 )
-        except trio.TooSlowError as exc:
-            raise HandshakeRefused("the dialler took too long") from exc
-        finally:
-            self._diallers -= 1
+            finally:
+                self._diallers.pop(scope, None)
+        raise HandshakeRefused("the dialler took too long")
 
     def _receive_call(
         self, framed: FramedStream, key: EngineKey, purpose: Purpose, body: bytes

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import copy
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,6 +39,7 @@ from kvferry.engine.coverage import prove_coverage, prove_inside, region_edges
 from kvferry.engine.images import choose
 from kvferry.engine.runs import Overlap, Pieces, check_pair, pair_parts
 from kvferry.engine.sections import (
+    MAX_ROWS,
     Contribution,
     PeerPlan,
     Section,
@@ -168,8 +170,12 @@ def prepare_plan(
     groups = {g.name: g for g in local.groups if g.name not in skip_groups}
     pairing = Pairing(remotes, reader, is_partial=is_partial)
     contributions: dict[KeyT, list[Contribution]] = {key: [] for key in remotes}
+    rows = 0
     for group in groups.values():
         for key, contribution in pairing.of_group(group):
+            rows += contribution.most_rows
+            if rows > MAX_ROWS:
+                raise ImpossiblePlan(f"a plan of more than {MAX_ROWS} rows")
             contributions[key].append(contribution)
     local_edges = region_edges(local.regions)
     peers = {}
@@ -353,30 +359,43 @@ def assign(
         ImpossiblePlan: Nobody holds a unit.
     """
     wanted = part.shard
-    edges = {wanted.first, wanted.last}
-    for holder in holders:
-        shard = holder.part.shard
-        edges |= {
-            e for e in (shard.first, shard.last) if wanted.first < e < wanted.last
-        }
     given: list[tuple[Holder[KeyT], Overlap]] = []
-    for first, last in pairwise(sorted(edges)):
-        having = [h for h in holders if _holds(h.part.shard, first, last)]
+    for first, last, having in _stretches(wanted, [h.part.shard for h in holders]):
         if not having:
             raise ImpossiblePlan(
                 f"layer {field.layer!r} field {field.name!r} part {part.name!r}: nobody"
                 f" holds units [{first}, {last}) of {wanted.total}; the holders have"
-                f" {[(h.part.shard.first, h.part.shard.last) for h in holders]}"
+                f" {[(h.part.shard.first, h.part.shard.last) for h in holders[:64]]}"
             )
-        holder = having[reader % len(having)]
+        holder = holders[having[reader % len(having)]]
         if given and given[-1][0] is holder:
             first = given.pop()[1].first  # noqa: PLW2901 - the range grows to the left
         given.append((holder, Overlap(first, last)))
     return given
 
 
-def _holds(shard: Shard, first: int, last: int) -> bool:
-    return shard.first <= first and last <= shard.last
+def _stretches(
+    wanted: Shard, shards: Sequence[Shard]
+) -> Iterator[tuple[int, int, Sequence[int]]]:
+    """The wanted units in stretches of equal holders, with the holders' numbers.
+
+    One sweep from left to right: many holders cost about their number, not its square.
+    """
+    changes: dict[int, list[int]] = {wanted.first: [], wanted.last: []}
+    for number, shard in enumerate(shards):
+        first, last = max(shard.first, wanted.first), min(shard.last, wanted.last)
+        if first < last:
+            changes.setdefault(first, []).append(number)
+            changes.setdefault(last, []).append(number)
+    having: list[int] = []
+    for first, last in pairwise(sorted(changes)):
+        for number in changes[first]:
+            at = bisect_left(having, number)
+            if having[at : at + 1] == [number]:
+                del having[at]
+            else:
+                having.insert(at, number)
+        yield first, last, having
 
 
 def _prove(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from kvferry.engine.alarm import Alarm
+from kvferry.engine.budget import SeldomLog
 from kvferry.engine.fabric.base import Progress
 from kvferry.protocol.errors import FerryError, TransferFailed
 
@@ -59,11 +60,24 @@ class Pump:
         config: EngineConfig,
         *,
         on_notice: Callable[[Notice], None],
+        hand_over: Callable[[], bool] = lambda: False,
         log: FilteringBoundLogger,
     ) -> None:
+        """Poll nothing yet.
+
+        Args:
+            fabric: What is polled.
+            config: How often.
+            on_notice: Gets every notice; anybody may send many, so it should only
+                sort them.
+            hand_over: Called once a round, behind that: to act upon some of them.
+                Whether there are more.
+            log: The engine's.
+        """
         self._fabric = fabric
         self._on_notice = on_notice
-        self._log = log
+        self._hand_over = hand_over
+        self._log = SeldomLog(log)
         self._intervals_s = {
             Cadence.BUSY: config.poll_s,
             Cadence.OFFERED: config.offered_poll_s,
@@ -139,9 +153,10 @@ class Pump:
             notices = self._fabric.take_notices()
         except FerryError as error:
             self._log.warning("notices_failed", error=str(error))
-            return
+            notices = []
         for notice in notices:
             self._on_notice(notice)
+        self._is_behind |= self._hand_over()
 
     def _interval_s(self) -> float:
         if self._is_behind:

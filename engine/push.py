@@ -13,9 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import trio
 
 from kvferry.engine.after import wait_for
+from kvferry.engine.budget import SeldomLog
 from kvferry.engine.delivery import Cargo, Delivery, aborted
 from kvferry.engine.drive import Driver
 from kvferry.engine.readiness import Readiness, wanted_tokens
@@ -59,6 +61,8 @@ from kvferry.protocol.link import (
     Revoke,
     Revoked,
 )
+from kvferry.protocol.text import printable
+from kvferry.protocol.ticket import MAX_SPAN_BLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Mapping
@@ -79,6 +83,16 @@ ENDED_PUSHES = 4096
 """Ended pushes that are remembered, so that a late consumer learns of it at once;
 requests that a consumer did not want before there was a push; and ended
 registrations, so that a late word about one is not taken for another."""
+
+MAX_REGISTERED_BLOCKS = 4 * MAX_SPAN_BLOCKS
+"""Places in the spans of all registrations that one consumer rank holds at once; each
+of its blocks is in one of them, or it has been dropped by a window."""
+
+MAX_DELIVERIES = 65_536
+"""Registrations of all ranks together, as many as there may be offers."""
+
+MAX_DECLINERS = 1024
+"""Ranks of a consumer that are remembered to have declined one request."""
 
 NameT = TypeVar("NameT")
 
@@ -153,6 +167,7 @@ class Pushes:
         self._writer = Writer(
             services.key, services.layout, services.fabric, agents, services.log
         )
+        self._seldom_log = SeldomLog(services.log)
         self._targets: dict[EngineKey, Target] = {}
         self._deliveries: dict[tuple[EngineKey, int], Delivery] = {}
         self._registered: dict[EngineKey, set[str]] = {}  # requests, by consumer rank
@@ -296,11 +311,11 @@ class Pushes:
 
     def _register(self, target: Target, message: Register) -> None:
         try:
-            claim = self._checked(target, message)
+            claim, spans = self._checked(target, message)
         except FerryError as error:
-            self._services.log.warning(
+            self._seldom_log.warning(
                 "registration_refused",
-                request=message.request_id,
+                request=printable(message.request_id),
                 reader=str(target.key),
                 error=str(error),
             )
@@ -309,8 +324,9 @@ class Pushes:
         delivery = Delivery(
             self._services,
             target,
-            message,
+            msgspec.structs.replace(message, spans={}),  # as arrays they take less
             claim,
+            spans=spans,
             on_over=self._over,
             on_clear=self._clear,
         )
@@ -324,8 +340,10 @@ class Pushes:
         else:
             self._waiting.setdefault(message.request_id, []).append(delivery)
 
-    def _checked(self, target: Target, message: Register) -> ClaimPlans:
-        """The claim that the registration is for, if we can take it.
+    def _checked(
+        self, target: Target, message: Register
+    ) -> tuple[ClaimPlans, dict[str, Span]]:
+        """The claim that the registration is for, and its blocks, if we can take it.
 
         Raises:
             FerryError: Why we cannot.
@@ -336,6 +354,10 @@ class Pushes:
         if len(mine) >= self._services.config.max_registrations:
             raise PushAborted(
                 f"{len(mine)} registrations of this rank, no more are allowed"
+            )
+        if len(self._deliveries) >= MAX_DELIVERIES:
+            raise PushAborted(
+                f"{len(self._deliveries)} registrations, no more are allowed"
             )
         if (target.key, message.attempt) in self._cleared:
             # The answer has been given: these blocks may be somebody else's by now.
@@ -348,10 +370,7 @@ class Pushes:
         claim = target.claim(message.claim)
         if claim is None:
             raise MisuseError(f"there is no claim {message.claim}")
-        spans = {
-            name: Span(span.block_ids, span.first_token)
-            for name, span in message.spans.items()
-        }
+        spans = self._registered_spans(target, message, sheets=len(claim.sheets))
         for prepared in claim.of(None):
             # Nothing is moved: this looks at the consumer's blocks alone.
             prepared.plan.select(
@@ -360,7 +379,32 @@ class Pushes:
                 local=spans,
                 remote={},
             )
-        return claim
+        return claim, spans
+
+    def _registered_spans(
+        self, target: Target, message: Register, *, sheets: int
+    ) -> dict[str, Span]:
+        """The consumer's blocks as arrays: each of its sheets looks at them again.
+
+        Raises:
+            PushAborted: There are more than one rank may hold, or than there is time
+                to look at.
+        """
+        known = {group.name for group in self._services.layout.groups}
+        told = {name: s for name, s in message.spans.items() if name in known}
+        blocks = sum(len(span.block_ids) for span in told.values())
+        if target.blocks + blocks > MAX_REGISTERED_BLOCKS:
+            raise PushAborted(
+                f"{target.blocks} blocks of this rank are registered, with these"
+                f" {blocks} it would be more than {MAX_REGISTERED_BLOCKS}"
+            )
+        target.planning.begin(blocks * (1 + sheets))
+        return {
+            name: as_array(
+                Span(span.block_ids, span.first_token), group=name, side="consumer"
+            )
+            for name, span in told.items()
+        }
 
     def _has_ended(self, request_id: str) -> bool:
         ended_at = self._ended.get(request_id)
@@ -427,7 +471,9 @@ class Pushes:
         self._note_idle()
 
     def _note_declined(self, reader: EngineKey, request_id: str) -> None:
-        self._declined.setdefault(request_id, {})[reader] = trio.current_time()
+        readers = self._declined.setdefault(request_id, {})
+        if len(readers) < MAX_DECLINERS:
+            readers[reader] = trio.current_time()
         if len(self._declined) > ENDED_PUSHES:
             self._declined.popitem(last=False)
 

@@ -80,7 +80,9 @@ def check_pair(
     ]
     for fact, here, there in facts:
         if here != there:
-            raise ImpossiblePlan(f"{where}: {fact}: {here} here, {there} there")
+            raise ImpossiblePlan(
+                f"{where}: {fact}: {here!s:.512} here, {there!s:.512} there"
+            )
 
 
 def _plain_axes(axes: Sequence[Axis]) -> dict[str, int]:

@@ -464,7 +464,8 @@ class Selector:
         if first >= last:
             return None
         unit = key.unit_tokens
-        local.check_reach(first, last)
+        for placement in (local, remote):  # blocks of either may be of any size
+            placement.check_reach(first, last)
         tokens = np.arange(first, last, unit, dtype=np.int64)
         for side in (key.local, key.remote):
             if side.context.size > 1:

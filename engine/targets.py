@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from kvferry.engine.budget import Budget
 from kvferry.engine.claims import of_layer
 from kvferry.engine.plan import prepare_plan
-from kvferry.protocol.errors import FerryError, ProtocolViolation
+from kvferry.engine.sections import MAX_ROWS
+from kvferry.protocol.errors import (
+    FerryError,
+    ImpossiblePlan,
+    ProtocolViolation,
+    PushAborted,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from structlog.typing import FilteringBoundLogger
 
@@ -32,10 +39,24 @@ if TYPE_CHECKING:
     from kvferry.protocol.layout import CacheLayout
     from kvferry.protocol.link import Claim
 
-__all__ = ("ClaimPlans", "PreparedPlan", "Target", "Writer")
+__all__ = ("ClaimPlans", "Planning", "PreparedPlan", "Target", "Writer")
 
 MAX_CLAIMS = 64
 """Most claims kept of one consumer rank: one for each set of producer ranks it knows."""
+
+
+MAX_KEPT_ROWS = 2 * MAX_ROWS
+"""Most rows that are prepared for one consumer rank: what all its claims may cost us."""
+
+ROWS_PER_S = MAX_ROWS / 10
+"""A plan of `MAX_ROWS` takes a second: a rank that has us plan at every turn takes a
+tenth of our time. Real claims have some thousands, once."""
+
+ROWS_PER_PLAN = 1024
+"""What a plan costs if it has no rows."""
+
+BLOCKS_PER_ROW = 10
+"""Blocks of a registration that are checked, once for each sheet, in a row's time."""
 
 
 class Writer(NamedTuple):
@@ -55,46 +76,112 @@ class PreparedPlan(NamedTuple):
     pairs: list[tuple[Prepared, Prepared]]
 
 
+class Planning:
+    """What planning for one consumer rank may cost.
+
+    Attributes:
+        kept: Rows that are prepared.
+    """
+
+    def __init__(self) -> None:
+        self.kept = 0
+        self._budget = Budget(burst=2 * MAX_ROWS, per_s=ROWS_PER_S)
+
+    def begin(self, blocks: int | None = None) -> None:
+        """Somebody wants a plan, or has so many blocks looked at.
+
+        Raises:
+            PushAborted: The rank has had its share of our time.
+        """
+        if self._budget.is_spent:
+            raise PushAborted(
+                "this rank claims or registers more than we have time for"
+            )
+        rows = ROWS_PER_PLAN if blocks is None else blocks / BLOCKS_PER_ROW
+        self._budget.spend(rows)
+
+    def keep(self, rows: int) -> None:
+        """A plan has been made.
+
+        Raises:
+            ImpossiblePlan: With it there would be too many rows.
+        """
+        self._budget.spend(rows)
+        if self.kept + rows > MAX_KEPT_ROWS:
+            raise ImpossiblePlan(f"claims of more than {MAX_KEPT_ROWS} rows")
+        self.kept += rows
+
+
 class ClaimPlans:
     """What is prepared for one claim, as far as it was needed so far.
 
     Attributes:
         users: Deliveries that may still post, or have something in flight.
+        sheets: Layouts of the consumer's memory; nothing is in two of them.
     """
 
     def __init__(
-        self, writer: Writer, agent: str, sheets: tuple[CacheLayout, ...]
+        self,
+        writer: Writer,
+        agent: str,
+        sheets: tuple[CacheLayout, ...],
+        planning: Planning,
     ) -> None:
         self.users = 0
+        self.sheets = sheets
+        self._planning = planning
+        self._misfit: ImpossiblePlan | None = None
         self._writer = writer
         self._agent = agent
-        self._sheets = sheets
         self._plans: dict[str | None, tuple[PreparedPlan, ...]] = {}
 
     def of(self, layer: str | None) -> tuple[PreparedPlan, ...]:
         """The plans for one layer, or for all of them at once.
 
         Raises:
-            ImpossiblePlan: The claim is not for us to fill.
+            ImpossiblePlan: The claim is not for us to fill; it was planned for once.
+            PushAborted: The consumer claims more than there is time to plan for.
             PeerLost: The consumer's agent is gone.
         """
+        if self._misfit is not None:
+            raise self._misfit
         if layer not in self._plans:
-            sheets = self._sheets
+            sheets = self.sheets
             if layer is not None:
                 narrowed = [of_layer(sheet, layer) for sheet in sheets]
                 sheets = tuple(sheet for sheet in narrowed if sheet is not None)
-            self._plans[layer] = tuple(self._prepare(sheet) for sheet in sheets)
+            self._plans[layer] = self._prepare_all(sheets)
         return self._plans[layer]
+
+    def _prepare_all(self, sheets: tuple[CacheLayout, ...]) -> tuple[PreparedPlan, ...]:
+        found: list[PreparedPlan] = []
+        try:
+            for sheet in sheets:
+                found += [self._prepare(sheet)]
+        except FerryError as error:
+            # One by one: those before one that fails must be given back.
+            self._give_back(found)
+            if isinstance(error, ImpossiblePlan):
+                self._misfit = error
+            raise
+        return tuple(found)
 
     def discard(self) -> None:
         """Give all rows back; only when there are no users."""
-        for prepared in chain.from_iterable(self._plans.values()):
-            self._discard(prepared.pairs)
+        self._give_back(chain.from_iterable(self._plans.values()))
         self._plans.clear()
+
+    def _give_back(self, plans: Iterable[PreparedPlan]) -> None:
+        for prepared in plans:
+            self._discard(prepared.pairs)
+            self._planning.kept -= prepared.plan.peers[self._writer.key].rows
 
     def _prepare(self, sheet: CacheLayout) -> PreparedPlan:
         key = self._writer.key
+        self._planning.begin()
         plan = prepare_plan(sheet, {key: self._writer.layout}, is_partial=True)
+        rows = plan.peers[key].rows
+        self._planning.keep(rows)
         pairs: list[tuple[Prepared, Prepared]] = []
         try:
             # One by one: those before one that fails must be given back.
@@ -102,6 +189,7 @@ class ClaimPlans:
                 pairs += [self._prepare_section(section.mirrored())]
         except FerryError:
             self._discard(pairs)
+            self._planning.kept -= rows
             raise
         return PreparedPlan(plan, pairs)
 
@@ -129,12 +217,16 @@ class Target:
         key: Who it is.
         link: The link that it opened.
         is_gone: The link has ended.
+        blocks: Places in the spans of all its registrations.
+        planning: What it may cost us.
     """
 
     def __init__(self, writer: Writer, link: Link, card: Card) -> None:
         self.key = link.peer
         self.link = link
         self.is_gone = False
+        self.blocks = 0
+        self.planning = Planning()
         self._writer = writer
         self._card = card
         self._agent: str | None = None
@@ -157,7 +249,9 @@ class Target:
         sheets = tuple(
             msgspec.structs.replace(sheet, regions=regions) for sheet in claim.sheets
         )
-        self._claims[claim.number] = ClaimPlans(self._writer, self._agent, sheets)
+        self._claims[claim.number] = ClaimPlans(
+            self._writer, self._agent, sheets, self.planning
+        )
 
     def _make_room(self) -> None:
         """A consumer that outlives many of our siblings claims many times."""

@@ -32,6 +32,10 @@ __all__ = (
 BLOCK_AXIS = "b"
 PAIR_AXIS = "k"
 
+MOST_AXES = 8
+"""Of a tensor: the messages carry as many but for the block axis, and a head axis of
+one step where there is none."""
+
 # By width, for zeroing: no dtype is too exotic to be set to zero bytes.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -93,6 +97,8 @@ def read_strides(tensors: tuple[torch.Tensor, ...], axes: str, where: str) -> St
     }
     if len(tensors) > 1:
         found[PAIR_AXIS] = _pair_axis(tensors, found, where)
+    if len(found) > MOST_AXES:
+        raise CacheError(f"{where}: {len(found)} axes, no peer takes over {MOST_AXES}")
     strides = Strides(where, tensors, names, found, first.data_ptr(), extents)
     _check_overlap(strides, width)
     return strides

@@ -39,7 +39,7 @@ def check_layout(layout: CacheLayout, *, side: str) -> None:
     """
     names = [group.name for group in layout.groups]
     if len(set(names)) != len(names):
-        raise ImpossiblePlan(f"{side}: a group name is used twice: {names}")
+        raise ImpossiblePlan(f"{side}: a group name is used twice: {names!s:.256}")
     known: set[tuple[object, ...]] = set()
     for group in layout.groups:
         _check_group(group, side)
@@ -85,7 +85,8 @@ def _check_group(group: GroupLayout, side: str) -> None:
         names = [part.name for part in field.parts]
         if len(set(names)) != len(names):
             raise ImpossiblePlan(
-                f"{where}: layer {field.layer!r}: a part name is used twice: {names}"
+                f"{where}: layer {field.layer!r}: a part name is used twice:"
+                f" {names!s:.256}"
             )
         _check_blocks(group, field, where)
 
@@ -117,7 +118,9 @@ def _check_blocks(group: GroupLayout, field: FieldLayout, where: str) -> None:
 def _check_part(field: FieldLayout, part: PartLayout, where: str) -> None:
     axes = {axis.name: axis for axis in part.axes}
     if len(axes) != len(part.axes):
-        raise ImpossiblePlan(f"{where}: an axis name is used twice: {list(axes)}")
+        raise ImpossiblePlan(
+            f"{where}: an axis name is used twice: {list(axes)!s:.256}"
+        )
     shard = part.shard
     if not 0 <= shard.first < shard.last <= shard.total:
         raise ImpossiblePlan(
@@ -130,14 +133,16 @@ def _check_part(field: FieldLayout, part: PartLayout, where: str) -> None:
         raise ImpossiblePlan(f"{where}: a state has no axis {TOKEN_AXIS!r}")
     extents = [abs(axis.stride) * axis.size for axis in part.axes]
     if sum(extents) + abs(field.block_stride) * field.blocks >= _LIMIT:
-        raise ImpossiblePlan(f"{where}: strides reach beyond any memory: {part.axes}")
+        raise ImpossiblePlan(
+            f"{where}: strides reach beyond any memory: {part.axes!s:.512}"
+        )
     if min(axis.size for axis in part.axes) < 1:
-        raise ImpossiblePlan(f"{where}: an axis without elements: {part.axes}")
+        raise ImpossiblePlan(f"{where}: an axis without elements: {part.axes!s:.512}")
 
 
 def _check_size(axes: dict[str, Axis], name: str, size: int, where: str) -> None:
     if name not in axes:
-        raise ImpossiblePlan(f"{where}: no axis {name!r} among {list(axes)}")
+        raise ImpossiblePlan(f"{where}: no axis {name!r} among {list(axes)!s:.256}")
     if axes[name].size != size:
         raise ImpossiblePlan(
             f"{where}: axis {name!r} has {axes[name].size} steps, not {size}"

@@ -43,6 +43,8 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
+from kvferry.protocol.text import printable
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Self
@@ -154,19 +156,24 @@ class FerryError(Exception):
         if self.untrusted:
             spans = (f"{group}:{ranges}" for group, ranges in self.untrusted.items())
             context.append(f"untrusted={' '.join(spans)}")
-        line = f"{self.detail} [{', '.join(context)}]" if context else self.detail
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+        return printable(
+            f"{self.detail} [{', '.join(context)}]" if context else self.detail
+        )
 
 
 class MisuseError(FerryError):
     """You: the call can never work as it was made."""
 
 
-class ConfigError(MisuseError):
-    """A configuration that contradicts itself or is not safe to run."""
+class ConfigError(MisuseError, ValueError):
+    """A configuration that contradicts itself or is not safe to run.
+
+    A `ValueError`, too, like `CacheError`: what a value's constructor refuses is
+    nonsense of the peer's when it came from one, and decoders tell it by that.
+    """
 
 
-class CacheError(MisuseError):
+class CacheError(MisuseError, ValueError):
     """Tensors, axes, shards or block counts that do not describe a cache."""
 
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
+from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import SHARD_AXIS, TOKEN_AXIS
+from kvferry.protocol.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = (
+    "MAX_DIFFERENCES",
+    "MAX_RANKS",
     "Difference",
     "EngineKey",
     "ModelIdentity",
@@ -35,6 +39,12 @@ __all__ = (
 )
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
+MAX_RANKS = 1024
+"""Most ranks of one instance."""
+
+MAX_DIFFERENCES = 256
+"""Most factors that a comparison names; who differs in so many differs in all."""
+
 Coordinate = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 
@@ -46,6 +56,17 @@ class Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
     tp_size: Size = 1
     pp: Coordinate = 0
     pp_size: Size = 1
+
+    def __post_init__(self) -> None:
+        """Refuse coordinates of no rank, and instances that nobody could list.
+
+        Raises:
+            ConfigError: It is outside its own sizes, or these are too large.
+        """
+        if self.tp >= self.tp_size or self.pp >= self.pp_size:
+            raise ConfigError(f"rank {self} is outside its own sizes")
+        if self.tp_size * self.pp_size > MAX_RANKS:
+            raise ConfigError(f"rank {self}: an instance has at most {MAX_RANKS} ranks")
 
     def instance(self) -> tuple[Rank, ...]:
         """All ranks of its instance, itself included."""
@@ -73,8 +94,10 @@ class EngineKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=T
     rank: Rank
 
     def __str__(self) -> str:
-        """``prefill-0/tp0of1.pp0of1#3f2a``."""
-        return f"{self.engine_id}/{self.rank}#{self.generation[:8]}"
+        """``prefill-0/tp0of1.pp0of1#3f2a``; what does not print is escaped: it is
+        for logs, and a peer's own word."""
+        engine_id, generation = printable(self.engine_id), printable(self.generation)
+        return f"{engine_id}/{self.rank}#{generation[:8]}"
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,7 +134,7 @@ ABSENT = "absent"
 
 
 def compare(local: ModelIdentity, remote: ModelIdentity) -> tuple[Difference, ...]:
-    """Every factor of the identity that differs."""
+    """Every factor of the identity that differs; there are few."""
     return tuple(_differing(_facts(local), _facts(remote)))
 
 
@@ -121,9 +144,9 @@ def compare_layouts(
     *,
     skip_groups: frozenset[str] = frozenset(),
 ) -> tuple[Difference, ...]:
-    """Every factor of the layouts that differs and that no plan can bridge.
+    """The factors of the layouts that differ and that no plan can bridge.
 
-    A layer that only one side has is no difference here: pipeline stages hold
+    At most `MAX_DIFFERENCES` of them. A layer that only one side has is no difference here: pipeline stages hold
     different layers. The planner refuses a layer that nobody has.
 
     Args:
@@ -141,7 +164,7 @@ def compare_layouts(
     ]
     for name in ours.keys() & theirs.keys():
         found += _differing(*_group_facts(ours[name], theirs[name]))
-    return tuple(sorted(found, key=lambda difference: difference.factor))
+    return tuple(sorted(found, key=lambda d: d.factor)[:MAX_DIFFERENCES])
 
 
 def _differing(

@@ -16,7 +16,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvferry.protocol.errors import CacheError
+
 __all__ = (
+    "MAX_PARTS",
     "SHARD_AXIS",
     "TOKEN_AXIS",
     "Axis",
@@ -37,6 +40,13 @@ TOKEN_AXIS = "n"
 
 Memory = Literal["DRAM", "VRAM"]
 """Where a field lives, in NIXL's words: host or device memory."""
+
+MAX_PARTS = 8192
+"""Most parts in all groups of a layout: 1,000 layers of two fields of four parts each.
+
+Whoever compares or plans looks at each of them, so this bounds what a peer's layout
+costs before anything of it is believed.
+"""
 
 # Bounds of what a peer may claim, far above any real model: they keep a
 # hostile card from costing memory or time.
@@ -87,7 +97,7 @@ class PartLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
     shard: Shard
     address: Address
-    axes: Annotated[tuple[Axis, ...], msgspec.Meta(max_length=16)]
+    axes: Annotated[tuple[Axis, ...], msgspec.Meta(max_length=8)]
 
 
 class FieldLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -132,11 +142,11 @@ class GroupLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
     block_size: Count
     blocks: Count
-    fields: Annotated[tuple[FieldLayout, ...], msgspec.Meta(max_length=2**16)]
-    window: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    fields: Annotated[tuple[FieldLayout, ...], msgspec.Meta(max_length=MAX_PARTS)]
+    window: Annotated[int, msgspec.Meta(ge=1, le=2**40)] | None = None
     context_size: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 1
     context_rank: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] = 0
-    context_interleave: Annotated[int, msgspec.Meta(ge=1)] = 1
+    context_interleave: Annotated[int, msgspec.Meta(ge=1, le=2**40)] = 1
 
 
 class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
@@ -151,5 +161,17 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True
 class CacheLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything one rank holds: its registered memory and its groups."""
 
-    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=2**16)]
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=2**14)]
     groups: Annotated[tuple[GroupLayout, ...], msgspec.Meta(max_length=256)]
+
+    def __post_init__(self) -> None:
+        """Refuse more parts than anybody is to look at.
+
+        Raises:
+            CacheError: There are more than `MAX_PARTS`.
+        """
+        parts = sum(len(f.parts) for group in self.groups for f in group.fields)
+        if parts > MAX_PARTS:
+            raise CacheError(
+                f"a layout of {parts} parts, at most {MAX_PARTS} are taken"
+            )

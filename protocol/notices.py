@@ -14,7 +14,13 @@ import msgspec
 
 from kvferry.protocol.errors import ProtocolViolation
 
-__all__ = ("TOKEN_BYTES", "Written", "decode_notice", "encode_notice")
+__all__ = (
+    "TOKEN_BYTES",
+    "Written",
+    "decode_notice",
+    "encode_notice",
+    "shown_token",
+)
 
 TOKEN_BYTES = 16
 
@@ -40,6 +46,21 @@ _decoder = msgspec.msgpack.Decoder(Written)
 def encode_notice(notice: Written) -> bytes:
     """The notice as msgpack."""
     return _encoder.encode(notice)
+
+
+_PLACE = encode_notice(Written(bytes(TOKEN_BYTES), 0)).index(bytes(TOKEN_BYTES))
+_LONGEST = len(encode_notice(Written(bytes(TOKEN_BYTES), 2**31 - 1)))
+
+
+def shown_token(payload: bytes) -> bytes | None:
+    """What stands where a notice has its token: whether it is worth decoding.
+
+    A look at fixed bytes, because anybody may send as many as he likes. Payloads of
+    other lengths than a notice's show none.
+    """
+    if not _PLACE + TOKEN_BYTES < len(payload) <= _LONGEST:
+        return None
+    return payload[_PLACE : _PLACE + TOKEN_BYTES]
 
 
 def decode_notice(payload: bytes) -> Written:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = (
+    "MAX_SPAN_BLOCKS",
     "MAX_TICKET_BYTES",
     "Contact",
     "RankAddress",
@@ -26,6 +27,9 @@ __all__ = (
     "Ticket",
     "TicketSpan",
 )
+
+MAX_SPAN_BLOCKS = 2**20
+"""Most blocks of one span: a million tokens in blocks of one."""
 
 MAX_TICKET_BYTES = 16 * 1024 * 1024
 """Longest encoded ticket: a million tokens in blocks of one, in a few groups."""
@@ -133,9 +137,12 @@ class Contact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             BadTicket: Not a contact.
         """
         try:
-            return msgspec.convert(plain, cls)
+            contact = msgspec.convert(plain, cls)
+            # As of a ticket: strings of no UTF-8 could never be sent.
+            msgspec.msgpack.encode(contact)
         except (msgspec.ValidationError, ValueError, RecursionError) as exc:
             raise BadTicket(f"not a contact: {exc}") from exc
+        return contact
 
 
 class TicketSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -145,7 +152,9 @@ class TicketSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state group are slots, its ``first_token`` is 0.
     """
 
-    block_ids: tuple[BlockId | None, ...]
+    block_ids: Annotated[
+        tuple[BlockId | None, ...], msgspec.Meta(max_length=MAX_SPAN_BLOCKS)
+    ]
     first_token: Annotated[int, msgspec.Meta(ge=0, lt=2**40)] = 0
 
 
@@ -245,10 +254,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             BadTicket: Not a ticket, too long, or of another protocol version.
         """
-        if len(payload) > MAX_TICKET_BYTES:
-            raise BadTicket(
-                f"a ticket of {len(payload)} bytes is over {MAX_TICKET_BYTES}"
-            )
+        _check_size(len(payload))
         try:
             _check_version(_envelope.decode(payload))
             return _decoder.decode(payload)
@@ -267,7 +273,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ticket = msgspec.convert(plain, Ticket)
             # JSON can spell strings that have no UTF-8 (lone surrogates): such
             # an id could never be sent to the producer.
-            ticket.to_bytes()
+            _check_size(len(ticket.to_bytes()))
         except (msgspec.ValidationError, ValueError, RecursionError) as exc:
             raise BadTicket(f"not a ticket: {exc}") from exc
         return ticket
@@ -294,6 +300,11 @@ class _Envelope(msgspec.Struct):
 
 _decoder = msgspec.msgpack.Decoder(Ticket)
 _envelope = msgspec.msgpack.Decoder(_Envelope)
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_TICKET_BYTES:
+        raise BadTicket(f"a ticket of {size} bytes is over {MAX_TICKET_BYTES}")
 
 
 def _check_version(envelope: _Envelope) -> None:

@@ -528,7 +528,7 @@ def at_base(engine: TransferEngine, *, kept: int = 0) -> None:
     ):
         assert live[name] == 0, live
     assert live["fabric_transfers"] <= kept, live
-    assert not engine._landings._tokens
+    assert not engine._landings.intake.tokens
     assert not engine._pushes._registered
     assert not engine._pushes._waiting
     for sources in engine._peers._undiscarded:

@@ -22,7 +22,7 @@ FILES = sorted([*ROOT.glob("protocol/**/*.py"), *ROOT.glob("engine/**/*.py")])
 # A module may import names from its own line and from the lines above it.
 LAYERS = (
     # words
-    "protocol.errors protocol.ranges protocol.version protocol.layout",
+    "protocol.text protocol.errors protocol.ranges protocol.version protocol.layout",
     # messages
     "protocol.identity protocol.failure protocol.manifest protocol.ticket protocol.signing protocol.notices protocol.handshake protocol.link",
     # mechanics
@@ -36,10 +36,11 @@ LAYERS = (
     "engine.sections engine.images engine.selection",
     "engine.plan engine.claims engine.readers engine.party engine.readiness engine.explain engine.trust",
     # hands
+    "engine.budget",
     "engine.fabric engine.streams engine.tls engine.quarantine engine.guard engine.alarm",
     # motion
     "engine.pump engine.traffic engine.waves engine.finish engine.staging engine.rearrange",
-    "engine.agents engine.flight engine.drive engine.after engine.aside",
+    "engine.agents engine.flight engine.drive engine.after engine.aside engine.intake",
     # others
     "engine.link engine.handshake engine.dials",
     "engine.peers engine.sources engine.listener engine.targets",
@@ -236,3 +237,63 @@ def test_what_is_public_exists_and_is_described(path: Path) -> None:
                     assert inspect.getdoc(getattr(thing, method)), (
                         f"{name}.{public}.{method} has no docstring"
                     )
+
+
+# What could turn a peer's bytes into code, a file or an address (case h1).
+
+NO_CALLS = {
+    "eval", "exec", "compile", "open", "__import__", "input", "breakpoint",
+}  # fmt: skip
+NO_NAMES = {
+    "pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "deserialize_descs",
+    "import_module", "subprocess", "system", "popen", "Path", "fdopen", "mmap",
+    "frombuffer", "from_buffer", "from_address", "string_at", "memmove", "memset", "cast",
+    "data_ptr", "from_dlpack", "__reduce__", "__setstate__",
+}  # fmt: skip
+BY_REASON = {
+    ("engine.fabric.memory", "memmove"): "an in-process transport, of its own regions",
+    ("engine.fabric.nixl", "cast"): "typing's",
+    ("engine.tensors", "data_ptr"): "of our own tensors, to describe them",
+    ("engine.cache", "data_ptr"): "of our own tensors, to describe them",
+    ("engine.rearrange", "data_ptr"): "of our own tensors, to find them again",
+    ("engine.staging", "data_ptr"): "of its own buffer",
+    ("engine.explain.__main__", "Path"): "a command for people, on files they name",
+}
+
+
+def dangerous(path: Path) -> Iterator[str]:
+    """Names in a module that have no place where peers' bytes are handled."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if is_call and node.func.id in NO_CALLS:
+            yield node.func.id
+        names = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Name):
+            names = [node.id]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or ""
+            names = [*module.split("."), *(alias.name for alias in node.names)]
+        yield from (name for name in names if name in NO_NAMES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_h1_nothing_is_unpickled_evaluated_opened_or_dereferenced(path: Path) -> None:
+    """Nothing of the library can, so that no bytes of a peer's can make it."""
+    found = {name for name in dangerous(path) if (name_of(path), name) not in BY_REASON}
+    assert not found, f"{name_of(path)} names {sorted(found)}: say why in BY_REASON"
+
+
+def test_each_reason_is_needed_and_each_danger_is_seen(tmp_path: Path) -> None:
+    """No exception is left over, and the search finds what it is for."""
+    used = {(name_of(path), name) for path in FILES for name in dangerous(path)}
+    assert BY_REASON.keys() <= used, BY_REASON.keys() - used
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "import pickle\nfrom os import system\nimport nixl\n"
+        "eval('1'); open('x'); nixl.deserialize_descs(b''); ctypes.string_at(1)\n"
+    )
+    assert {*dangerous(bad)} == {
+        "pickle", "system", "eval", "open", "deserialize_descs", "string_at",
+    }  # fmt: skip

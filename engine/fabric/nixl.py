@@ -22,6 +22,7 @@ import structlog
 from nixl import _bindings as bindings
 from nixl._api import nixl_agent, nixl_agent_config
 
+from kvferry.engine.budget import SeldomLog
 from kvferry.engine.fabric.base import (
     MAX_NOTICE_BYTES,
     Fabric,
@@ -121,6 +122,7 @@ class NixlFabric(Fabric):
         self._prepared: set[_NixlPrepared] = set()
         self._transfers: set[_NixlTransfer] = set()
         self._dropped_notices = 0
+        self._notices_log = SeldomLog(self._log)
         self._agent: Any = _create_agent(
             name, backends, progress_thread=progress_thread
         )
@@ -281,7 +283,7 @@ class NixlFabric(Fabric):
             # A sender's name that is not UTF-8 costs the whole batch: the
             # bindings raise UnicodeDecodeError after the queue is emptied.
             self._dropped_notices += 1
-            self._log.warning("notices_dropped", error=str(exc))
+            self._notices_log.warning("notices_dropped", error=str(exc))
             return []
         notices = [
             Notice(sender, payload)

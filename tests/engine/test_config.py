@@ -164,9 +164,6 @@ def test_numbers_are_positive(name, value) -> None:
     [
         {"engine_id": ""},
         {"engine_id": "x" * 257},
-        {"rank": Rank(tp=2, tp_size=2)},
-        {"rank": Rank(pp=1, pp_size=1)},
-        {"rank": Rank(tp_size=2048)},
         {"lease_s": 86_401},
         {"lease_s": math.inf},
         {"keepalive_s": 20.0},

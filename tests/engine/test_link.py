@@ -6,13 +6,14 @@ import os
 import socket
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import trio
 import trio.testing
 
 from kvferry.engine import MisuseError, PeerLost, ProtocolViolation
-from kvferry.engine.link import FRAME_COST, FramedStream, Link
+from kvferry.engine.link import FRAME_COST, MESSAGES_AT_ONCE, FramedStream, Link
 from kvferry.protocol.framing import MAX_LINK_BYTES, encode_frame
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.link import (
@@ -428,6 +429,108 @@ async def test_a_question_while_closing_is_harmless(autojump_clock) -> None:
         await framed.send(encode_message(Ping()))
         assert decode_message(await framed.receive()) == renewed(1)
         assert decode_message(await framed.receive()) == Goodbye("done")
+
+
+# Peers that hold a link without using it.
+
+
+async def test_h1_a_peer_that_asks_and_never_reads_is_gone_after_the_silence(
+    autojump_clock,
+) -> None:
+    """It is heard all the time, and still what we say does not reach it."""
+    async with trio.open_nursery() as nursery:
+        ours, theirs = trio.testing.lockstep_stream_pair()
+        link, ends = linked(ours), []
+
+        async def run() -> None:
+            ends.append(await link.run(lambda _message: None))
+
+        async def talk() -> None:
+            with suppress(trio.BrokenResourceError):
+                while True:
+                    await theirs.send_all(
+                        encode_frame(encode_message(Pong()), limit_bytes=99)
+                    )
+                    await trio.sleep(1)
+
+        nursery.start_soon(run)
+        nursery.start_soon(talk)
+        await trio.sleep(50)
+        assert link.is_open
+        started = trio.current_time()
+        link.post(renewed(1))
+    assert 20 <= trio.current_time() - started <= 26
+    assert "read nothing" in str(ends[0])
+
+
+async def test_a_peer_that_reads_slowly_is_not_one_that_never_reads(
+    autojump_clock,
+) -> None:
+    """A large message may take longer than the silence, if it moves."""
+    async with trio.open_nursery() as nursery:
+        ours, theirs = trio.testing.lockstep_stream_pair()
+        link = Link(FramedStream(ours), PEER, keepalive_s=5.0, silence_s=20.0)
+        nursery.start_soon(link.run, lambda _message: None)
+
+        async def talk() -> None:
+            while True:
+                await theirs.send_all(
+                    encode_frame(encode_message(Pong()), limit_bytes=99)
+                )
+                await trio.sleep(4)
+
+        nursery.start_soon(talk)
+        ranks = tuple(Rank(n, 1024) for n in range(1024))
+        for number in range(30):
+            link.post(Renew("r", "o", number, ranks))
+        received = 0
+        while received < 600_000:
+            received += len(await theirs.receive_some(5_000))
+            await trio.sleep(0.5)
+        assert trio.current_time() > 40
+        assert link.is_open
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("every_s", [0.5, 4.0])
+async def test_h1_half_a_frame_a_byte_at_a_time_is_silence(
+    autojump_clock, every_s
+) -> None:
+    """Only whole messages are a sign of life; what was buffered is a part of one."""
+    async with trio.open_nursery() as nursery:
+        ends = Ends(nursery)
+        await ends.theirs.send_all(MAX_LINK_BYTES.to_bytes(4, "big"))
+        started = trio.current_time()
+        with suppress(trio.BrokenResourceError):
+            while not ends.ended.is_set():
+                await ends.theirs.send_all(b"\x00")
+                await trio.sleep(every_s)
+        assert 20 <= trio.current_time() - started <= 26
+    assert "nothing was heard" in str(ends.cause)
+    assert not ends.heard
+
+
+async def test_h1_a_flood_of_messages_takes_turns_with_other_tasks(
+    autojump_clock,
+) -> None:
+    """However many arrive in one piece, others run between them."""
+    async with trio.open_nursery() as nursery:
+        ends, turns = Ends(nursery), []
+        frame = encode_frame(encode_message(renewed(1)), limit_bytes=99)
+
+        async def other() -> None:
+            while True:
+                turns.append(len(ends.heard))
+                await trio.lowlevel.checkpoint()
+
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(other)
+        await ends.theirs.send_all(frame * 5000)
+        while len(ends.heard) < 5000:
+            await trio.lowlevel.checkpoint()
+        steps = [b - a for a, b in pairwise(turns)]
+        assert max(steps) <= 2 * MESSAGES_AT_ONCE
+        nursery.cancel_scope.cancel()
 
 
 async def test_over_a_socket_a_message_leaves_before_the_loop_comes_round() -> None:

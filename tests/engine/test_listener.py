@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import suppress
 
 import pytest
 import trio
@@ -19,7 +20,7 @@ from kvferry.engine.fabric import MemoryStreams
 from kvferry.engine.handshake import Credentials, call, greet
 from kvferry.engine.link import FramedStream
 from kvferry.engine.streams import BoundListener
-from kvferry.protocol.framing import MAX_CARD_BYTES
+from kvferry.protocol.framing import MAX_CARD_BYTES, encode_frame
 from kvferry.protocol.handshake import (
     Card,
     Hello,
@@ -70,9 +71,9 @@ async def test_silent_diallers_are_dropped(autojump_clock) -> None:
     async with world.engine("p", Pool(), handshake_timeout_s=3.0) as prefill:
         streams = [await world.streams.dial(*address(prefill)) for _ in range(20)]
         await trio.sleep(2.9)
-        assert prefill._listener._diallers == 20
+        assert len(prefill._listener._diallers) == 20
         await trio.sleep(0.2)
-        assert prefill._listener._diallers == 0
+        assert len(prefill._listener._diallers) == 0
         assert prefill.statistics()["handshakes_refused"] == 20
         for stream in streams:
             assert await stream.receive_some() == b""
@@ -287,7 +288,7 @@ async def test_strangers_do_not_take_the_places_of_links(autojump_clock) -> None
         for _ in range(4):
             await world.streams.dial(*address(prefill))
         await trio.testing.wait_all_tasks_blocked()
-        assert prefill._listener._diallers == 4
+        assert len(prefill._listener._diallers) == 4
         with pytest.raises(HandshakeRefused, match="busy"):
             await connected(world, prefill)
         # Who is there is served.
@@ -305,15 +306,81 @@ async def test_a_crowd_of_strangers_is_hung_up_on(autojump_clock) -> None:
         streams = [await world.streams.dial(*address(prefill)) for _ in range(40)]
         await trio.testing.wait_all_tasks_blocked()
         listener = prefill._listener
-        assert (listener._diallers, listener._turned_away) == (5, 5)
+        assert (len(listener._diallers), listener._turned_away) == (5, 5)
         assert prefill.statistics()["handshakes_refused"] == 30
         for stream in streams[10:]:
             assert await stream.receive_some() == b""
         await trio.sleep(1.1)
-        assert (listener._diallers, listener._turned_away) == (5, 0)
+        assert (len(listener._diallers), listener._turned_away) == (5, 0)
         await trio.sleep(10)
         assert prefill.statistics()["handshakes_refused"] == 40
         assert not listener._admitted
+
+
+async def test_h1_those_who_hold_places_by_saying_nothing_make_room(
+    autojump_clock,
+) -> None:
+    """All places are taken anew all the time, a byte comes now and then: who has
+    something to say gets in at once, once the oldest has had a second."""
+    world, producer, consumer = World(), Pool(), Pool()
+    async with (
+        world.engine("p", producer, max_diallers=4) as prefill,
+        world.engine("c", consumer, redial_s=0.05) as decode,
+        trio.open_nursery() as nursery,
+    ):
+
+        async def hold() -> None:
+            while True:
+                stream = await world.streams.dial(*address(prefill))
+                with suppress(trio.BrokenResourceError):
+                    await stream.send_all((60_000).to_bytes(4, "big"))
+                    while True:
+                        await stream.send_all(b"\x00")
+                        await trio.sleep(0.1)
+
+        for _ in range(4):
+            nursery.start_soon(hold)
+        await trio.sleep(1.1)
+        assert len(prefill._listener._diallers) == 4
+        offer = prefill.offer("r", producer.stamp([1], num_tokens=4), num_tokens=4)
+        await decode.pull(offer.ticket, {GROUP: [2]})
+        assert trio.current_time() < 60
+        nursery.cancel_scope.cancel()
+    assert any("too long" in e["error"] for e in world.logged("handshake_failed"))
+
+
+@pytest.mark.parametrize("sent", [0, 3, 4, 60])
+async def test_h1_a_byte_at_a_time_does_not_prolong_a_handshake(
+    autojump_clock, sent
+) -> None:
+    """The time is that of the whole, in whichever of its messages."""
+    world = World()
+    async with world.engine("p", Pool(), handshake_timeout_s=3.0) as prefill:
+        stream = await world.streams.dial(*address(prefill))
+        hello = encode(Hello(PROTOCOL_VERSION, READER, "p", bytes(32)))
+        frame = encode_frame(hello, limit_bytes=9999)
+        await stream.send_all(frame[:sent])
+        started = trio.current_time()
+        with suppress(trio.BrokenResourceError):
+            for byte in frame[sent : sent + 60]:
+                await stream.send_all(bytes([byte]))
+                await trio.sleep(0.2)
+        assert trio.current_time() - started <= 3.3
+        assert len(prefill._listener._diallers) == 0
+        assert await stream.receive_some() == b""
+
+
+async def test_h1_a_storm_of_diallers_is_few_lines_of_the_log(autojump_clock) -> None:
+    """Each is counted; that there were more is said with the next."""
+    world = World()
+    async with world.engine("p", Pool()) as prefill:
+        for _ in range(500):
+            stream = await world.streams.dial(*address(prefill))
+            await stream.send_all(b"\xff\xff\xff\xff")
+            await stream.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        assert prefill.statistics()["handshakes_refused"] == 500
+        assert len(world.logged("handshake_failed")) <= 20
 
 
 async def test_a_dialler_that_hangs_up_when_admitted_leaves_no_trace(

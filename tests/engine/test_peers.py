@@ -636,7 +636,7 @@ async def test_e5_hundreds_of_peers_come_and_go(autojump_clock) -> None:
         assert decode._peers.dials.handshakes == 150
         assert not decode._peers._dials
         assert not decode._pump._active
-        assert prefill._listener._diallers == 0
+        assert len(prefill._listener._diallers) == 0
 
 
 async def test_h3_a_request_twice_at_once(autojump_clock) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import time
+import tracemalloc
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from msgspec.structs import replace
 
 from kvferry.engine.cache import AttentionGroup, KVCache, PagedTensor, Span
-from kvferry.engine.coverage import prove_coverage, prove_inside
-from kvferry.engine.plan import prepare_plan
+from kvferry.engine.coverage import are_outside, prove_coverage, prove_inside
+from kvferry.engine.plan import Holder, assign, prepare_plan
 from kvferry.protocol.errors import FerryError, FerryInternalError, ImpossiblePlan
 from kvferry.protocol.layout import (
     Axis,
@@ -289,7 +293,7 @@ def test_a_block_that_falls_into_too_many_rows_is_refused() -> None:
         for f in remote.groups[0].fields
     )
     group = replace(remote.groups[0], block_size=tokens, fields=fields)
-    with pytest.raises(ImpossiblePlan, match="more than 4194304 rows"):
+    with pytest.raises(ImpossiblePlan, match="more than 1048576 rows"):
         prepare_plan(local, {0: replace(remote, groups=(group,))})
 
 
@@ -307,6 +311,76 @@ def test_a_unit_that_falls_into_too_many_runs_is_refused() -> None:
 
     with pytest.raises(ImpossiblePlan, match="more than 1048576 runs"):
         prepare_plan(stretched(local, 2), {0: stretched(remote, 3)})
+
+
+def test_h1_rows_are_counted_over_all_parts_before_any_are_made() -> None:
+    """No part is over a bound by itself, and their strides are of no two alike."""
+    axes = (Axis("h", 1, 0), Axis("n", 4, 2**16), Axis("d", 2**16, 2))
+
+    def stretched(layout: CacheLayout, stride: int) -> CacheLayout:
+        (group,) = layout.groups
+        (part,) = group.fields[0].parts
+        fields = tuple(
+            replace(
+                group.fields[0],
+                layer=f"layers.{n}",
+                parts=(
+                    replace(
+                        part,
+                        address=part.address + n * 2**20,
+                        axes=(*axes[:2], replace(axes[2], stride=stride + n)),
+                    ),
+                ),
+            )
+            for n in range(64)
+        )
+        return replace(layout, groups=(replace(group, fields=fields),))
+
+    local, remote = (_claimed_layout(start, 1) for start in (2**40, 2**50))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ImpossiblePlan, match="more than 1048576 rows"):
+            prepare_plan(stretched(local, 2), {0: stretched(remote, 3)})
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
+
+
+def test_h1_regions_on_thousands_of_devices_cost_no_more_than_on_one() -> None:
+    """Each row is looked for on its own device alone."""
+    rows = np.array([[64 * n, 8, n % 4096, 64, 2] for n in range(2**16)], np.uint64)
+    regions = [Region("DRAM", n, 0, 2**30) for n in range(2**14)]
+    started = time.process_time()
+    assert not are_outside(rows, regions, memory="DRAM").any()
+    outside = are_outside(rows, regions[1:], memory="DRAM")
+    assert outside.tolist() == [n % 4096 == 0 for n in range(2**16)]
+    assert are_outside(rows, regions, memory="VRAM").all()
+    assert time.process_time() - started < 5
+
+
+def test_h1_a_part_in_thousand_overlapping_shards_is_shared_out_by_one_sweep() -> None:
+    """Who gets what does not depend on how it is found, and costs no square."""
+    total = 2**20
+    (field,) = _claimed_layout(2**40, 1).groups[0].fields[:1]
+    rng = random.Random(1)
+    shards = [sorted(rng.sample(range(total + 1), 2)) for _ in range(1023)]
+    shards.append([0, total])
+
+    def part(first: int, last: int) -> PartLayout:
+        return PartLayout("kv", Shard(total, first, last), 0, ())
+
+    holders = [Holder(n, None, field, part(*s)) for n, s in enumerate(shards)]
+    started = time.process_time()
+    given = assign(field, part(100, total), holders, 7)
+    assert time.process_time() - started < 2
+    assert given[0][1].first == 100
+    assert given[-1][1].last == total
+    for first, last in pairwise(overlap for _, overlap in given):
+        assert first.last == last.first
+    for holder, overlap in given:
+        for unit in (overlap.first, overlap.last - 1):
+            having = [n for n, (a, b) in enumerate(shards) if a <= unit < b]
+            assert holder.key == having[7 % len(having)]
 
 
 def _claimed_layout(start: int, blocks: int) -> CacheLayout:

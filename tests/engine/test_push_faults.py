@@ -181,7 +181,7 @@ async def test_n5_foreign_and_late_notices_are_counted_and_change_nothing(
             stranger.notify(name, encode_notice(Written(b"?" * TOKEN_BYTES, part)))
         await trio.sleep(1)
         assert not landing.over.is_set()
-        tokens = list(decode._landings._tokens)
+        tokens = decode._landings.intake.tokens
         begin_push(nursery, prefill, source)
         await landing.over.wait()
         assert landing.error is None

@@ -436,7 +436,7 @@ async def test_l7_hundreds_of_cancelled_pushes_and_landings(autojump_clock) -> N
                 k: v for k, v in before.items() if k not in strays
             }
             assert set(engine._pump._claims.values()) == {0}
-        assert not decode._landings._tokens
+        assert not decode._landings.intake.tokens
         assert not prefill._pushes._registered
         assert not prefill._pushes._waiting
 

@@ -23,6 +23,9 @@ from kvferry.engine import (
 )
 from kvferry.engine.handshake import Credentials, greet
 from kvferry.engine.link import FramedStream
+from kvferry.engine.push import MAX_REGISTERED_BLOCKS
+from kvferry.engine.sections import MAX_ROWS
+from kvferry.engine.targets import ROWS_PER_PLAN
 from kvferry.protocol.handshake import Card
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.layout import CacheLayout
@@ -41,7 +44,7 @@ from kvferry.protocol.link import (
     encode_message,
 )
 from kvferry.protocol.notices import TOKEN_BYTES, Written, encode_notice
-from kvferry.protocol.ticket import Contact, RankAddress, TicketSpan
+from kvferry.protocol.ticket import MAX_SPAN_BLOCKS, Contact, RankAddress, TicketSpan
 from tests.kit import GROUP, IDENTITY, Pool, World, address, agent, answer, at_base
 from tests.pushing import OURS, begin_landing, begin_push
 
@@ -627,3 +630,135 @@ async def test_a_ticket_says_how_many_tokens_there_are(autojump_clock) -> None:
                 assert "10" in str(errors[0])
                 assert isinstance(push.error, PushRevoked)
         offer.withdraw()
+
+
+async def test_h1_a_peer_that_shows_our_own_agent_is_none(autojump_clock) -> None:
+    """Its blocks would be places in our own memory, of its choice."""
+    world, source, target = World(), Pool(), Pool()
+    async with world.engine("p", source) as prefill:
+        consumer = Consumer(world, target)
+        mirrored = consumer.card = prefill._listener._ours.card
+        await consumer.connect(prefill)
+        with suppress(PeerLost):
+            await consumer.say(Claim(0, (CacheLayout((), mirrored.layout.groups),)))
+        with pytest.raises(PeerLost):
+            await consumer.hear()
+        await trio.testing.wait_all_tasks_blocked()
+        assert any("our own agent" in e["cause"] for e in world.logged("link_ended"))
+        assert source.is_untouched()
+
+
+# What one consumer may cost.
+
+
+def spread(consumer: Consumer, number: int) -> Claim:
+    """A claim whose last axis has gaps: a row for each element."""
+    (made,) = moved(
+        consumer,
+        lambda part: msgspec.structs.replace(
+            part,
+            axes=(*part.axes[:-1], msgspec.structs.replace(part.axes[-1], stride=16)),
+        ),
+    ).sheets
+    return Claim(number, (made,))
+
+
+async def linked(
+    world: World, prefill: TransferEngine, target: Pool
+) -> tuple[Consumer, Callable[[Any], None]]:
+    """A consumer, and a way to say something to the producer without waiting."""
+    consumer = Consumer(world, target)
+    await consumer.connect(prefill)
+    await trio.testing.wait_all_tasks_blocked()
+    (link,) = prefill._listener._links
+    return consumer, lambda m: prefill._listener._service.on_message(link, m)
+
+
+async def test_h1_a_claim_that_fits_nothing_is_planned_for_once(autojump_clock) -> None:
+    """However many registrations name it, and each hears why."""
+    world, source, target = World(), Pool(), Pool()
+    async with world.engine("p", source) as prefill:
+        consumer, say = await linked(world, prefill, target)
+        say(spread(consumer, 0))
+        (prefilled,) = prefill._pushes._targets.values()
+        for attempt in range(50):
+            say(register(attempt=attempt, request_id=f"r{attempt}"))
+        answers = [await consumer.hear() for _ in range(50)]
+        assert {answer.reason for answer in answers} == {AbortedReason.MISFIT}
+        assert len(world.logged("registration_refused")) <= 20
+        left = prefilled.planning._budget._left
+        assert left > 2 * MAX_ROWS - 2 * ROWS_PER_PLAN
+        await consumer.leave()
+
+
+async def test_h1_claims_without_end_are_planned_for_in_turns_of_a_budget(
+    autojump_clock,
+) -> None:
+    """Who has us plan all the time is refused, and heard again later."""
+    world, source, target = World(), Pool(), Pool()
+    async with world.engine("p", source) as prefill:
+        consumer, say = await linked(world, prefill, target)
+        answers = []
+        for attempt in range(3000):
+            say(Claim(attempt, (consumer.sheet,)))
+            say(register(attempt=attempt, claim=attempt, request_id=f"r{attempt}"))
+            say(Revoke(f"r{attempt}", attempt))
+            answers.append(await consumer.hear())
+            if isinstance(answers[-1], Aborted):
+                break
+            assert isinstance(await consumer.hear(), Revoked)
+            await trio.testing.wait_all_tasks_blocked()
+        assert 1000 < len(answers) < 2500
+        assert "time for" in answers[-1].detail
+        await trio.sleep(1)
+        say(Claim(9000, (consumer.sheet,)))
+        say(register(attempt=9000, claim=9000, request_id="later"))
+        while not isinstance(heard := await consumer.hear(), Registered):
+            assert not isinstance(heard, Aborted)
+        await consumer.leave()
+        await trio.testing.wait_all_tasks_blocked()
+        assert prefill.statistics()["fabric_prepared"] == 0
+
+
+async def test_h1_a_rank_may_hold_a_bounded_number_of_blocks(autojump_clock) -> None:
+    """In all its registrations together; one that ends makes room."""
+    world, source, target = World(), Pool(), Pool()
+    async with world.engine("p", source) as prefill:
+        consumer, say = await linked(world, prefill, target)
+        (known,) = prefill._pushes._targets.values()
+        say(Claim(0, (consumer.sheet,)))
+        large = {GROUP: TicketSpan((None,) * MAX_SPAN_BLOCKS)}
+
+        async def answer(attempt: int) -> Any:
+            say(register(attempt=attempt, request_id=f"r{attempt}", spans=large))
+            return await consumer.hear()
+
+        for attempt in range(4):
+            assert isinstance(await answer(attempt), Registered)
+        assert known.blocks == MAX_REGISTERED_BLOCKS
+        refusal = await answer(4)
+        assert str(MAX_REGISTERED_BLOCKS) in refusal.detail
+        say(Revoke("r0", 0))
+        assert isinstance(await consumer.hear(), Revoked)
+        assert isinstance(await answer(5), Registered)
+        await consumer.leave()
+        await trio.testing.wait_all_tasks_blocked()
+        assert known.blocks == 0
+
+
+async def test_h1_the_largest_registrations_take_a_share_of_our_time(
+    autojump_clock,
+) -> None:
+    """A megabyte of blocks that are none, over and over: refused unread in the end."""
+    world, source, target = World(), Pool(), Pool()
+    async with world.engine("p", source) as prefill:
+        consumer, say = await linked(world, prefill, target)
+        say(Claim(0, (consumer.sheet,) * 16))
+        large = {GROUP: TicketSpan((None,) * MAX_SPAN_BLOCKS)}
+        answers = []
+        for attempt in range(12):
+            say(register(attempt=attempt, request_id=f"r{attempt}", spans=large))
+            answers.append(await consumer.hear())
+        refused = [a.detail for a in answers if isinstance(a, Aborted)]
+        assert any("time for" in detail for detail in refused)
+        await consumer.leave()

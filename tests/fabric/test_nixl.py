@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from nixl._api import nixl_agent, nixl_agent_config
 
 from kvferry.engine.fabric import Notice
 from kvferry.engine.fabric.nixl import NixlFabric
-from kvferry.protocol.errors import ConfigError, MisuseError
+from kvferry.protocol.errors import ConfigError, FerryError, MisuseError
 from kvferry.protocol.layout import Region
 from tests.fabric.conformance import (
     CHECKS,
@@ -97,6 +99,28 @@ def test_memory_that_cannot_be_registered_is_refused():
         with pytest.raises(MisuseError, match="cannot register"):
             fabric.register([region])
     fabric.close()
+
+
+def test_h1_damaged_metadata_is_refused_and_takes_nothing_with_it():
+    """Flipped, cut, with huge lengths, noise: an error each, and others connect as ever.
+
+    The bindings parse it in native code: a crash would end this process.
+    """
+    fabric, peer = (NixlFabric(unique("agent")) for _ in range(2))
+    metadata, rng = peer.metadata(), random.Random(1)
+    damaged = [b"", rng.randbytes(100)]
+    for place in range(0, len(metadata), max(1, len(metadata) // 40)):
+        flipped = bytearray(metadata)
+        flipped[place] ^= 0x80
+        huge = metadata[:place] + b"\xff" * 8 + metadata[place + 8 :]
+        damaged += [bytes(flipped), huge, metadata[:place]]
+    for each in damaged:
+        with suppress(FerryError):
+            fabric.disconnect(fabric.connect(each))
+    good = NixlFabric(unique("agent"))
+    assert fabric.connect(good.metadata()) == good.name
+    for each in (fabric, peer, good):
+        each.close()
 
 
 def test_a_foreign_name_costs_its_batch_of_notices_and_no_more():

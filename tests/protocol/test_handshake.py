@@ -328,7 +328,7 @@ def test_a_proved_card_that_is_none_is_nonsense() -> None:
 
 def test_the_largest_hello_fits_into_a_small_frame() -> None:
     """What the decoder would take, the framing lets through."""
-    rank = Rank(2**16 - 1, 2**16, 2**16 - 1, 2**16)
+    rank = Rank(1023, 1024, 0, 1)
     key = EngineKey("🚢" * 256, "🚢" * 64, rank)
     nonce = bytes(NONCE_BYTES)
     payload = encode(Hello(PROTOCOL_VERSION, key, "🚢" * 256, Purpose.LINK, nonce))

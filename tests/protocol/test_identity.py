@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.identity import (
+    MAX_DIFFERENCES,
     Difference,
     EngineKey,
     ModelIdentity,
@@ -290,6 +292,42 @@ def test_text_names_the_rank_the_start_and_both_values() -> None:
     assert str(rank) == "tp1of4.pp0of2"
     assert str(EngineKey("e", "0123456789abcdef", rank)) == "e/tp1of4.pp0of2#01234567"
     assert str(Difference("dtype", "a", "b")) == "dtype: a here, b there"
+
+
+def test_h1_a_name_cannot_forge_a_line_of_a_log() -> None:
+    """Whatever a peer calls itself, it is one printable line."""
+    key = EngineKey("a\nb\x1b[31m", "g\r", Rank())
+    assert str(key) == "a\\nb\\x1b[31m/tp0of1.pp0of1#g\\r"
+    assert str(EngineKey("préfixe-0", "1", Rank())) == "préfixe-0/tp0of1.pp0of1#1"
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [
+        {"tp": 2, "tp_size": 2},
+        {"pp": 1},
+        {"tp_size": 2048},
+        {"tp_size": 2**16, "pp_size": 2**16},
+        {"tp": 40, "tp_size": 64, "pp": 3, "pp_size": 32},
+    ],
+)
+def test_h1_coordinates_of_no_rank_are_refused_wherever_they_come_from(
+    rank: dict[str, int],
+) -> None:
+    """Made here or decoded: an instance that is listed has a bounded number of ranks."""
+    with pytest.raises(ConfigError, match="rank"):
+        Rank(**rank)
+    payload = msgspec.msgpack.encode({"tp": 0, "tp_size": 1, "pp": 0, **rank})
+    with pytest.raises(msgspec.ValidationError, match="rank"):
+        msgspec.msgpack.decode(payload, type=Rank)
+    assert len(Rank(0, 32, 31, 32).instance()) == 1024
+
+
+def test_h1_a_comparison_names_a_bounded_number_of_factors() -> None:
+    """Who differs in thousands of facts is refused as well by the first of them."""
+    fields = tuple(attention(name=f"f{i}") for i in range(2000))
+    found = compare_layouts(cache(FIELD), cache(FIELD, fields=fields))
+    assert len(found) == MAX_DIFFERENCES
 
 
 def test_e1_a_later_start_at_the_same_place_is_another_engine() -> None:

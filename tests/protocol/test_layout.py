@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.protocol.errors import CacheError
 from kvferry.protocol.layout import (
+    MAX_PARTS,
     SHARD_AXIS,
     TOKEN_AXIS,
     Axis,
@@ -126,6 +128,9 @@ OUT_OF_BOUNDS: list[tuple[str, object]] = [
     ("groups.0.blocks", -1),
     ("groups.0.blocks", 2**40 + 1),
     ("groups.0.window", 0),
+    ("groups.0.window", 2**40 + 1),
+    ("groups.0.context_interleave", 2**40 + 1),
+    ("regions", [{"memory": "DRAM", "device": 0, "address": 1, "size": 1}] * 16_385),
     ("groups.0.context_size", 0),
     ("groups.0.context_rank", -1),
     ("groups.0.context_interleave", 0),
@@ -139,7 +144,7 @@ OUT_OF_BOUNDS: list[tuple[str, object]] = [
     (f"{FIELD_PATH}.block_tokens", -1),
     (f"{FIELD_PATH}.parts", []),
     (f"{PART_PATH}.address", -1),
-    (f"{PART_PATH}.axes", [{"name": "h", "size": 1, "stride": 0}] * 17),
+    (f"{PART_PATH}.axes", [{"name": "h", "size": 1, "stride": 0}] * 9),
     (f"{PART_PATH}.axes", [{"name": "h", "size": -1, "stride": 0}]),
     (f"{PART_PATH}.axes", [{"name": "", "size": 1, "stride": 0}]),
     (f"{PART_PATH}.shard", {"total": -1, "first": 0, "last": 0}),
@@ -161,3 +166,22 @@ def test_the_bounds_are_above_any_real_model() -> None:
     """A field of a terabyte pool with negative strides is still described."""
     plain = with_value(f"{FIELD_PATH}.block_stride", -(2**40))
     assert decoded(plain).groups[0].fields[0].block_stride == -(2**40)
+
+
+def test_h1_a_layout_of_too_many_parts_is_refused_whoever_makes_it() -> None:
+    """However they are spread over groups and fields: each would be looked at."""
+
+    def spread(parts: int) -> dict[str, Any]:
+        plain = with_value("regions", [])
+        (field,) = plain["groups"][0]["fields"]
+        field = {**field, "parts": field["parts"] * 8}
+        fields = [field] * (parts // 16)
+        plain["groups"] = [{**plain["groups"][0], "fields": fields}] * 2
+        return plain
+
+    assert len(decoded(spread(MAX_PARTS)).groups) == 2
+    with pytest.raises(msgspec.ValidationError, match="parts"):
+        decoded(spread(MAX_PARTS + 16))
+    fields = (msgspec.structs.replace(FIELD, parts=FIELD.parts * 64),) * 129
+    with pytest.raises(CacheError, match="8256 parts"):
+        CacheLayout((), (GroupLayout("full", 16, 113, fields),))

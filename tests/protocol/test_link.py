@@ -58,16 +58,16 @@ from kvferry.protocol.manifest import (
     encode_body,
 )
 from kvferry.protocol.notices import TOKEN_BYTES
-from kvferry.protocol.ticket import TicketSpan
+from kvferry.protocol.ticket import MAX_SPAN_BLOCKS, TicketSpan
 
 ids = st.text("aé中🚢\n", min_size=1, max_size=64)
 attempts = st.integers(0, 2**62 - 1)
 ranks = st.builds(
     Rank,
-    tp=st.integers(0, 2**16 - 1),
-    tp_size=st.integers(1, 2**16),
-    pp=st.integers(0, 2**16 - 1),
-    pp_size=st.integers(1, 2**16),
+    tp=st.integers(0, 15),
+    tp_size=st.integers(16, 32),
+    pp=st.integers(0, 15),
+    pp_size=st.integers(16, 32),
 )
 keys = st.builds(EngineKey, ids, ids, ranks)
 readers = st.lists(ranks, min_size=1, max_size=4).map(tuple)
@@ -197,8 +197,10 @@ TOO_MUCH: list[LinkMessage] = [
     Renew("r", "o", 2**62, (RANK,)),
     Renew("r", "o", 0, ()),
     Renew("r", "o", 0, (RANK,) * 1025),
-    Renew("r", "o", 0, (Rank(tp=-1),)),
-    Renew("r", "o", 0, (Rank(tp_size=0),)),
+    *(
+        Renew("r", "o", 0, (rank,))  # type: ignore[arg-type]
+        for rank in ({"tp": -1}, {"tp_size": 0}, {"tp": 1}, {"pp_size": 1025})
+    ),
     Confirmed(EngineKey("", "g", RANK), "r", 0, 0),
     Confirmed(EngineKey("e", "x" * 65, RANK), "r", 0, 0),
     Confirmed(EngineKey("e", "g", RANK), "r", 0, -1),
@@ -225,6 +227,7 @@ TOO_MUCH: list[LinkMessage] = [
     registration(spans={"full": TicketSpan((-1,))}),
     registration(spans={"full": TicketSpan((2**31,))}),
     registration(spans={"full": TicketSpan((1,), -1)}),
+    registration(spans={"full": TicketSpan((None,) * (MAX_SPAN_BLOCKS + 1))}),
     registration(readers=()),
     registration(readers=(RANK,) * 1025),
     Finished("r", 0, 0, 1, 1),
@@ -265,7 +268,7 @@ def test_a_value_out_of_its_bounds_is_refused(message: LinkMessage) -> None:
 def test_the_largest_messages_fit_into_a_frame() -> None:
     """What the decoder would take, the framing lets through: no bound is a trap."""
     wide = "🚢"
-    rank = Rank(2**16 - 1, 2**16, 2**16 - 1, 2**16)
+    rank = Rank(1023, 1024, 0, 1)
     key = EngineKey(wide * 256, wide * 64, rank)
     last = 2**62 - 1
     failure = Failure("k" * 64, rank, *[wide * 1024] * 4)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from kvferry.protocol.errors import BadTicket
 from kvferry.protocol.identity import Rank
 from kvferry.protocol.ticket import (
+    MAX_SPAN_BLOCKS,
     MAX_TICKET_BYTES,
+    Contact,
     RankOffer,
     Ticket,
     TicketSpan,
@@ -33,7 +35,7 @@ blocks = st.none() | st.integers(0, 2**31 - 1)
 spans = st.builds(
     TicketSpan, st.lists(blocks, max_size=6).map(tuple), st.integers(0, 2**40 - 1)
 )
-ranks = st.builds(Rank, tp=st.integers(0, 2**16 - 1), tp_size=st.integers(1, 2**16))
+ranks = st.builds(Rank, tp=st.integers(0, 511), tp_size=st.integers(512, 1024))
 offers = st.builds(
     RankOffer,
     ranks,
@@ -186,11 +188,41 @@ def test_a_ticket_without_a_field_is_no_ticket(name: str) -> None:
 
 def test_a_ticket_that_is_too_long_is_not_decoded() -> None:
     """The bound is on the bytes; a million blocks are within it."""
-    span = TicketSpan(tuple(range(1_000_000)))
+    span = TicketSpan(tuple(range(MAX_SPAN_BLOCKS)))
     payload = msgspec.structs.replace(TICKET, spans={"full": span}).to_bytes()
     assert len(payload) < MAX_TICKET_BYTES
+    assert Ticket.from_bytes(payload).spans == {"full": span}
     with pytest.raises(BadTicket, match="over"):
         Ticket.from_bytes(bytes(MAX_TICKET_BYTES + 1))
+
+
+def test_h1_a_span_of_small_ids_is_bounded_by_their_number() -> None:
+    """A byte for each would let sixteen million in; None is a block as well."""
+    for block in (1, None):
+        plain = TICKET.to_dict()
+        plain["spans"] = {"full": {"block_ids": [block] * (MAX_SPAN_BLOCKS + 1)}}
+        with pytest.raises(BadTicket, match="length"):
+            Ticket.from_dict(plain)
+        with pytest.raises(BadTicket, match="length"):
+            Ticket.from_bytes(msgspec.msgpack.encode(plain))
+
+
+def test_h1_a_dict_is_no_longer_than_the_bytes_may_be() -> None:
+    """What could not be sent on as bytes is not taken as a dict."""
+    plain = TICKET.to_dict()
+    span = {"block_ids": [2**31 - 1] * MAX_SPAN_BLOCKS}
+    plain["spans"] = dict.fromkeys(("a", "b", "c", "d"), span)
+    with pytest.raises(BadTicket, match="over"):
+        Ticket.from_dict(plain)
+
+
+def test_h1_a_contact_of_no_unicode_is_none() -> None:
+    """JSON can spell half of a surrogate pair: it would fail far from here."""
+    for name, value in (("engine_id", "\ud800"), ("host", "\udfff")):
+        plain = TICKET.contact.to_dict()
+        (plain if name in plain else plain["ranks"][0])[name] = value
+        with pytest.raises(BadTicket):
+            Contact.from_dict(plain)
 
 
 def of_rank(tp: int, *, lease_s: float = 30.0, **changes: Any) -> Ticket:
