@@ -210,6 +210,8 @@ async def test_a_member_needs_no_listener(autojump_clock) -> None:
         world.engine("c", Pool(), listen=None, **joining(ranks(2)[1])) as member,
         world.engine("d", Pool()) as other,
     ):
+        with pytest.raises(ConfigError, match="listen=None"):
+            _ = member.contact  # of itself, before it has joined
         for engine in (lead, member):
             await engine.instance_ready(5.0)
             with pytest.raises(ConfigError, match=str(ranks(2)[1])):
