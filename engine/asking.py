@@ -14,7 +14,7 @@ from kvferry.protocol.errors import (
     ProtocolViolation,
 )
 from kvferry.protocol.handshake import Purpose, RefusalReason
-from kvferry.protocol.manifest import Manifest, decode_manifest, named
+from kvferry.protocol.manifest import Manifest, decode_manifest
 
 if TYPE_CHECKING:
     import random
@@ -92,7 +92,10 @@ class Asks:
         place = _Place(engine_id, host, port)
         if place not in self._dials:
             self._dials.check(place, place)
-        return await self._dials.reach(place, place)
+        answer = await self._dials.reach(place, place)
+        if isinstance(answer, InstanceIncomplete):
+            raise answer.about(peer=f"{engine_id}@{host}:{port}", phase="connecting")
+        return answer
 
     async def sweep(self) -> None:
         """Let go of back-offs that nobody cares for any more, for ever."""
@@ -100,7 +103,10 @@ class Asks:
             self._dials.forget_old()
             await trio.sleep(SWEEP_S)
 
-    async def _ask(self, place: _Place, framed: FramedStream) -> Manifest:
+    async def _ask(
+        self, place: _Place, framed: FramedStream
+    ) -> Manifest | InstanceIncomplete:
+        """What it answers; that ranks are missing is no reason to leave it alone."""
         try:
             key, manifest = await call(
                 framed,
@@ -113,14 +119,17 @@ class Asks:
         except HandshakeRefused as error:
             if error.reason != RefusalReason.INCOMPLETE.value:
                 raise
-            raise InstanceIncomplete(error.detail) from error
-        if manifest.engine_id != place.engine_id:
-            raise ProtocolViolation(f"{key} tells of {manifest.engine_id!r}")
-        if not manifest.is_complete:
-            missing = named(manifest.missing)
-            raise ProtocolViolation(f"{key} tells of an instance that lacks {missing}")
+            await framed.aclose()
+            return InstanceIncomplete(error.detail)
         answered = manifest.member(key.rank)
-        if answered is None or answered.generation != key.generation:
-            raise ProtocolViolation(f"{key} tells of an instance without itself")
+        if (
+            manifest.engine_id != key.engine_id
+            or not manifest.is_complete
+            or answered is None
+            or answered.generation != key.generation
+        ):
+            raise ProtocolViolation(
+                f"{key} tells of an instance that cannot be its own"
+            )
         await framed.aclose()
         return manifest

@@ -476,6 +476,15 @@ async def test_a_key_names_one_try(autojump_clock) -> None:
         await settled(*engines)
 
 
+async def test_a_closed_engine_agrees_on_nothing(autojump_clock) -> None:
+    """Nor does one that is closing; the work is not begun."""
+    world = World()
+    async with world.engine("p", Pool()) as engine:
+        pass
+    with pytest.raises(EngineClosed):
+        await engine.agree("k", Part(engine).work)
+
+
 async def test_one_rank_agrees_with_itself(autojump_clock) -> None:
     """Whoever writes for many ranks need not tell one of one apart."""
     world = World()

@@ -210,6 +210,8 @@ async def test_a_member_needs_no_listener(autojump_clock) -> None:
         world.engine("c", Pool(), listen=None, **joining(ranks(2)[1])) as member,
         world.engine("d", Pool()) as other,
     ):
+        with pytest.raises(ConfigError, match="listen=None"):
+            _ = member.contact  # of itself, before it has joined
         for engine in (lead, member):
             await engine.instance_ready(5.0)
             with pytest.raises(ConfigError, match=str(ranks(2)[1])):
@@ -304,6 +306,23 @@ class Silent(trio.abc.Stream):
         """The other side does not hear of it."""
         if not self._cable.is_unplugged:
             await self._inner.aclose()
+
+
+async def test_whoever_asks_too_early_may_ask_again_at_once(autojump_clock) -> None:
+    """An instance that is not whole yet has answered: it is not left alone for it."""
+    world = World()
+    async with (
+        world.engine("p", Pool(), **joining(ranks(2)[0])) as lead,
+        world.engine("c", Pool(), redial_s=30.0) as consumer,
+    ):
+        for _ in range(3):
+            with pytest.raises(InstanceIncomplete, match=str(ranks(2)[1])) as caught:
+                await consumer.discover("p", address(lead))
+            assert caught.value.peer == "p@127.0.0.1:45000"
+        async with world.engine("p", Pool(), **joining(ranks(2)[1])):
+            await lead.instance_ready(5.0)
+            assert await consumer.discover("p", address(lead)) == lead.contact
+        assert world.logged("connect_failed") == []
 
 
 async def test_asking_ends_at_its_deadline(autojump_clock) -> None:

@@ -46,7 +46,7 @@ from tests.kit import IDENTITY, Pool, World, address, at_base
 
 BARE = CacheLayout((), ())
 LEAD, MEMBER, OTHER = Rank(tp_size=3).instance()
-SPARE = Spare("r", "digest", 0, (Rank(),))
+SPARE = Spare("r", None, (Rank(),))
 
 
 def key_of(rank: Rank, generation: str = "fake") -> EngineKey:
@@ -150,6 +150,31 @@ async def test_a_manifest_that_no_link_carries_is_not_made(autojump_clock) -> No
         await first.aclose()
 
 
+async def test_two_starts_of_a_rank_that_join_at_once(autojump_clock) -> None:
+    """Both were told that there is a place: the first to come has it."""
+    world = World()
+    async with (
+        world.engine("p", Pool(), rank=LEAD) as lead,
+        linked(world, lead) as (first, _),
+    ):
+        await trio.testing.wait_all_tasks_blocked()
+        stream, _ = trio.testing.memory_stream_pair()
+        late = Link(
+            FramedStream(stream),
+            key_of(MEMBER, "late"),
+            keepalive_s=5.0,
+            silence_s=20.0,
+        )
+        lead._instance.on_open(late, body_of(MEMBER, "late"))
+        assert not late.is_open
+        lead._instance.on_message(late, Vote("k", "", 1.0))
+        lead._instance.on_end(late, PeerLost("over"))
+        await trio.sleep(1.0)
+        assert first.is_open
+        assert lead.statistics()["ranks_joined"] == 1
+        assert lead.statistics()["ballots"] == 0
+
+
 @pytest.mark.parametrize("message", [Landed("r", 1), Roster(None), Verdict("k")])
 async def test_h1_a_member_that_speaks_nonsense_is_lost(
     autojump_clock, message
@@ -199,7 +224,7 @@ async def test_a_slow_rank_gets_no_more_than_it_reads(autojump_clock) -> None:
     ):
         slow = await join(world, lead, MEMBER)
         await trio.sleep(1.0)
-        spare = Spare("r", "d" * 128, 0, (Rank(),) * 1000)
+        spare = Spare("r", None, (Rank(),) * 1000)
         for _ in range(1000):
             busy.post(Relay(MEMBER, spare))
             await trio.sleep(0.001)
@@ -235,10 +260,10 @@ async def test_strangers_that_are_remembered_are_bounded(autojump_clock) -> None
 class Scripted:
     """A lead that answers as told, and says what it is told to."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, engine_id: str = "p") -> None:
         self.key = key_of(LEAD)
         self.members = (Member(LEAD, "fake", "h", 1, BARE),)
-        self.engine_id = "p"
+        self.engine_id = engine_id
         self.answer = b""
         self.says: tuple = ()
         self.heard: list = []
@@ -269,6 +294,26 @@ class Scripted:
         await link.run(self.heard.append)
 
 
+class Early(Scripted):
+    """A lead that knows the manifest before anybody has joined."""
+
+    async def _answer(self, stream) -> None:
+        framed = FramedStream(stream)
+        answer = encode_body(Manifest("p", self.members))
+
+        def welcome(key, _purpose, body) -> Welcome:
+            member = decode_enrolment(body).member
+            every = (self.members[0], member, Member(OTHER, "x", "h", 1, BARE))
+            self.says = (Roster(Manifest(self.engine_id, every)),)
+            return Welcome(answer, key)
+
+        key = await receive_call(framed, creds(self.key), welcome)
+        self.joins += 1
+        link = Link(framed, key, keepalive_s=5.0, silence_s=20.0)
+        link.post(self.says[0])
+        await link.run(self.heard.append)
+
+
 def whole(generation: str) -> tuple[Member, ...]:
     return tuple(
         Member(rank, name, "h", 1, BARE)
@@ -276,7 +321,9 @@ def whole(generation: str) -> tuple[Member, ...]:
     )
 
 
-@pytest.mark.parametrize("case", ["engine", "generation", "gap", "not us", "nonsense"])
+@pytest.mark.parametrize(
+    "case", ["engine", "generation", "gap", "not us", "not ours", "nonsense"]
+)
 async def test_h1_a_lead_that_speaks_nonsense_is_left(autojump_clock, case) -> None:
     """The rank does not take it for its own instance, and goes on trying."""
     world = World()
@@ -289,6 +336,8 @@ async def test_h1_a_lead_that_speaks_nonsense_is_left(autojump_clock, case) -> N
         lead.says = (Roster(Manifest("p", whole("x")[:2])),)
     elif case == "not us":
         lead.says = (Roster(Manifest("p", whole("somebody else"))),)
+    elif case == "not ours":
+        lead = Early(world, engine_id="q")
     else:
         lead.says = (Landed("r", 1),)
     async with trio.open_nursery() as nursery:
@@ -301,25 +350,6 @@ async def test_h1_a_lead_that_speaks_nonsense_is_left(autojump_clock, case) -> N
             assert lead.joins > 3
             assert member.statistics()["agreements"] == 0
         nursery.cancel_scope.cancel()
-
-
-class Early(Scripted):
-    """A lead that knows the manifest before anybody has joined."""
-
-    async def _answer(self, stream) -> None:
-        framed = FramedStream(stream)
-        answer = encode_body(Manifest("p", self.members))
-
-        def welcome(key, _purpose, body) -> Welcome:
-            member = decode_enrolment(body).member
-            every = (self.members[0], member, Member(OTHER, "x", "h", 1, BARE))
-            self.says = (Roster(Manifest("p", every)),)
-            return Welcome(answer, key)
-
-        key = await receive_call(framed, creds(self.key), welcome)
-        link = Link(framed, key, keepalive_s=5.0, silence_s=20.0)
-        link.post(self.says[0])
-        await link.run(self.heard.append)
 
 
 async def test_a_lead_that_never_answers_is_not_waited_for(autojump_clock) -> None:
