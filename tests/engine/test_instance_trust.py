@@ -46,7 +46,7 @@ from tests.kit import IDENTITY, Pool, World, address, at_base
 
 BARE = CacheLayout((), ())
 LEAD, MEMBER, OTHER = Rank(tp_size=3).instance()
-SPARE = Spare("r", "digest", 0, (Rank(),))
+SPARE = Spare("r", None, (Rank(),))
 
 
 def key_of(rank: Rank, generation: str = "fake") -> EngineKey:
@@ -224,7 +224,7 @@ async def test_a_slow_rank_gets_no_more_than_it_reads(autojump_clock) -> None:
     ):
         slow = await join(world, lead, MEMBER)
         await trio.sleep(1.0)
-        spare = Spare("r", "d" * 128, 0, (Rank(),) * 1000)
+        spare = Spare("r", None, (Rank(),) * 1000)
         for _ in range(1000):
             busy.post(Relay(MEMBER, spare))
             await trio.sleep(0.001)
