@@ -77,16 +77,16 @@ class Agreements:
 
     Args:
         key: Who we are.
-        cast: Sends a vote to the lead; never blocks, and raises a PeerError if that
+        deliver: Sends a vote to the lead; never blocks, and raises a PeerError if that
             cannot be done.
         grace_s: How long after its deadline a verdict may still come.
     """
 
     def __init__(
-        self, key: EngineKey, *, cast: Callable[[Vote], None], grace_s: float
+        self, key: EngineKey, *, deliver: Callable[[Vote], None], grace_s: float
     ) -> None:
         self._key = key
-        self._cast = cast
+        self._deliver = deliver
         self._grace_s = grace_s
         self._open: dict[str, _Agreement] = {}
         self._spent: OrderedDict[str, None] = OrderedDict()
@@ -159,7 +159,7 @@ class Agreements:
         self._check_fresh(key)
         _remember(self._spent, key, None)
         with suppress(FerryError):
-            self._cast(Vote(key, "", 0.0, self._told(error)))
+            self._deliver(Vote(key, "", 0.0, self._told(error)))
 
     def close(self) -> None:
         """Fail all of them: the engine is closing."""
@@ -237,7 +237,7 @@ class Agreements:
         wait_s = min(max(left_s, 0.0), LONGEST_WAIT_S)
         agreement.voted = failure
         try:
-            self._cast(Vote(key, agreement.instance, wait_s, failure))
+            self._deliver(Vote(key, agreement.instance, wait_s, failure))
         except FerryError as error:
             # Whoever cannot be heard is lost to the lead: it knows by itself.
             agreement.conclude(failure or self._told(error))

@@ -90,7 +90,7 @@ class Instance:
                 config, ours, streams, self, lead=_Where(*config.join), rng=rng, log=log
             )
         self._agreements = Agreements(
-            ours.key, cast=self._role.vote, grace_s=config.silence_s
+            ours.key, deliver=self._role.vote, grace_s=config.silence_s
         )
 
     def begin(self, address: tuple[str, int] | None) -> None:

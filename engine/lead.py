@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import trio
 
+from kvferry.engine.addresses import leads_home
 from kvferry.engine.ballots import Ballots
 from kvferry.protocol.errors import (
     FerryError,
@@ -205,10 +206,6 @@ class Lead:
         member = enrolment.member
         if (member.rank, member.generation) != (key.rank, key.generation):
             raise ProtocolViolation(f"{key} enrols {member}")
-        if member.rank.tp >= member.rank.tp_size or member.rank.pp >= (
-            member.rank.pp_size
-        ):
-            raise ProtocolViolation(f"{key} is outside its own sizes")
         return enrolment
 
     def _objection(
@@ -222,6 +219,12 @@ class Lead:
         if differences:
             detail = f"{enrolment.member} does not belong into this instance"
             return Refusal(RefusalReason.STRANGER, detail, differences)
+        if self._is_unreachable(enrolment.member):
+            detail = (
+                f"{enrolment.member} listens on {enrolment.member.host}, the lead on"
+                f" {self._member.host}: consumers would dial themselves; set advertise="
+            )
+            return Refusal(RefusalReason.STRANGER, detail)
         seat = self._seats.get(rank)
         taken = self._member if rank == self._rank else seat.member if seat else None
         if taken is not None and taken.generation != key.generation:
@@ -234,6 +237,12 @@ class Lead:
             detail = f"the manifest would be over {MAX_MANIFEST_BYTES} bytes"
             return Refusal(RefusalReason.BUSY, detail)
         return None
+
+    def _is_unreachable(self, member: Member) -> bool:
+        """Whether whoever reaches us would look for the member at home (case c3)."""
+        if member.host is None or self._member.host is None:
+            return False
+        return leads_home(member.host) and not leads_home(self._member.host)
 
     def _remember_refused(self, key: EngineKey, refusal: Refusal) -> None:
         told = "; ".join((refusal.detail, *map(str, refusal.differences[:8])))

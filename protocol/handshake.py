@@ -121,12 +121,12 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank tells a peer that has proved the secret.
 
     Attributes:
-        metadata: The transport's agent metadata.
+        metadata: The transport's agent metadata; tens of kilobytes in practice.
     """
 
     identity: ModelIdentity
     layout: CacheLayout
-    metadata: bytes
+    metadata: Annotated[bytes, msgspec.Meta(max_length=4 * 1024 * 1024)]
 
 
 class Proof(msgspec.Struct, frozen=True, tag="proof", forbid_unknown_fields=True):
@@ -276,9 +276,10 @@ def _accepted(message: _Message | Refusal) -> _Message:
 
 
 def _refusal_seen_from_here(refusal: Refusal) -> HandshakeRefused:
-    # The peer writes from its own side: its `local` is our remote.
+    # The peer writes from its own side: its `local` is our remote. Cut short, because
+    # a back-off remembers it.
     differences = tuple(
-        str(Difference(d.factor, d.remote, d.local)) for d in refusal.differences
+        str(Difference(d.factor, d.remote, d.local))[:256] for d in refusal.differences
     )
     named = f": {'; '.join(differences[:8])}" if differences else ""
     return HandshakeRefused(

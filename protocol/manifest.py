@@ -15,6 +15,7 @@ import msgspec
 from kvferry.protocol.errors import ProtocolViolation
 from kvferry.protocol.identity import ModelIdentity, Rank
 from kvferry.protocol.layout import CacheLayout
+from kvferry.protocol.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,7 +56,7 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __str__(self) -> str:
         """``tp0of2.pp0of1#3f2a9c01``."""
-        return f"{self.rank}#{self.generation[:8]}"
+        return f"{self.rank}#{printable(self.generation[:8])}"
 
 
 class Enrolment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,17 +80,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Check that the members can be of one instance.
 
         Raises:
-            ProtocolViolation: A rank is there twice, is outside its own sizes, or two
-                are of instances of different sizes.
+            ProtocolViolation: A rank is there twice, or two are of instances of
+                different sizes.
         """
         ranks = [member.rank for member in self.members]
         if len({(rank.tp_size, rank.pp_size) for rank in ranks}) > 1:
             raise ProtocolViolation(f"ranks of different sizes: {named(ranks)}")
         if len(set(ranks)) < len(ranks):
             raise ProtocolViolation(f"a rank twice among {named(ranks)}")
-        outside = [r for r in ranks if r.tp >= r.tp_size or r.pp >= r.pp_size]
-        if outside:
-            raise ProtocolViolation(f"outside their own sizes: {named(outside)}")
 
     @property
     def missing(self) -> tuple[Rank, ...]:

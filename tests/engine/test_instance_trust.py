@@ -99,9 +99,8 @@ async def linked(world, lead, rank=MEMBER):
         (None, encode_body(Manifest("p", (Member(MEMBER, "fake", None, None, BARE),)))),
         (None, body_of(MEMBER, "other")),
         (None, body_of(OTHER)),
-        (key_of(Rank(7, 3)), body_of(Rank(7, 3))),
     ],
-    ids=["empty", "bytes", "manifest", "generation", "rank", "outside"],
+    ids=["empty", "bytes", "manifest", "generation", "rank"],
 )
 async def test_h1_a_body_that_is_no_enrolment(autojump_clock, key, body) -> None:
     """The handshake ends, and nothing of it is kept."""
@@ -135,18 +134,18 @@ async def test_h1_nobody_joins_without_the_secret(autojump_clock) -> None:
 
 
 async def test_a_manifest_that_no_link_carries_is_not_made(autojump_clock) -> None:
-    """A rank with a layout as long as the whole manifest may be is refused."""
+    """A rank that would make it too long is refused."""
     world, pool = World(), Pool()
     group = pool.cache.layout.groups[0]
-    field = group.fields[0]
+    # Long names: the number of parts has a bound of its own.
+    field = msgspec.structs.replace(group.fields[0], layer="x" * 250, name="y" * 250)
     size = len(msgspec.msgpack.encode(field))
-    many = (field,) * (MAX_MANIFEST_BYTES // size // 2)
+    many = (field,) * (MAX_MANIFEST_BYTES * 6 // size // 10)
     large = CacheLayout((), (msgspec.structs.replace(group, fields=many),))
     async with world.engine("p", pool, rank=LEAD) as lead:
         first = await join(world, lead, MEMBER, body=body_of(MEMBER, layout=large))
         with pytest.raises(HandshakeRefused, match="manifest would be over"):
-            twice = CacheLayout((), large.groups * 2)
-            await join(world, lead, OTHER, body=body_of(OTHER, layout=twice))
+            await join(world, lead, OTHER, body=body_of(OTHER, layout=large))
         await first.aclose()
 
 
@@ -241,6 +240,22 @@ async def test_a_slow_rank_gets_no_more_than_it_reads(autojump_clock) -> None:
         await trio.sleep(0.1)
         assert busy.is_open
         await slow.aclose()
+
+
+HOME = encode_body(Enrolment(IDENTITY, Member(MEMBER, "fake", "127.0.0.1", 1, BARE)))
+
+
+async def test_c3_a_rank_on_loopback_does_not_join_a_lead_that_others_reach(
+    autojump_clock,
+) -> None:
+    """Consumers would be sent home by the manifest; the other way round all is well."""
+    world = World()
+    config = {"advertise": "10.0.0.1", "listen": ("10.0.0.1", 0), "insecure": True}
+    async with world.engine("p", Pool(), rank=LEAD, **config) as lead:
+        with pytest.raises(HandshakeRefused, match="advertise"):
+            await join(world, lead, body=HOME)
+        with pytest.raises(InstanceIncomplete, match="advertise"):
+            await lead.instance_ready(0.0)
 
 
 async def test_strangers_that_are_remembered_are_bounded(autojump_clock) -> None:

@@ -34,6 +34,13 @@ from kvferry.protocol.layout import (
     Region,
     Shard,
 )
+from kvferry.protocol.manifest import (
+    Enrolment,
+    Manifest,
+    Member,
+    decode_enrolment,
+    decode_manifest,
+)
 from kvferry.protocol.ticket import RankOffer, Ticket, TicketSpan
 from kvferry.protocol.version import PROTOCOL_VERSION
 
@@ -116,6 +123,9 @@ class Wire(NamedTuple):
         return msgspec.msgpack.decode(self.payload)
 
 
+MEMBER = Member(
+    Rank(), "3f2a", "10.0.0.1", 7000, msgspec.structs.replace(LAYOUT, regions=())
+)
 SOUGHT = link.Sought("ab" * 32, 1, "o")
 MESSAGES: tuple[link.LinkMessage, ...] = (
     link.Renew("r", "o", 3, (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))),
@@ -165,6 +175,8 @@ WIRES = (
         Introduction(b"c", TRANSCRIPT._mac("introduction", Role.DIALLER, b"c")),
     ),
     Wire("card", decode_card, CARD),
+    Wire("enrolment", decode_enrolment, Enrolment(CARD.identity, MEMBER)),
+    Wire("manifest", decode_manifest, Manifest("prefill-0", (MEMBER,))),
     Wire("ticket", Ticket.from_bytes, TICKET),
     Wire("notice", notices.decode_notice, notices.Written(bytes(16), 2)),
     *(Wire(type(m).__name__, link.decode_message, m) for m in MESSAGES),

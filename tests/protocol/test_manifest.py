@@ -74,10 +74,8 @@ def test_its_id_is_of_the_starts_and_their_addresses() -> None:
     [
         (member(RANKS[0]), member(RANKS[0], "other")),
         (member(RANKS[0]), member(Rank(1, 4))),
-        (member(Rank(2, 2)),),
-        (member(Rank(pp=3, pp_size=2)),),
     ],
-    ids=["twice", "sizes", "outside tp", "outside pp"],
+    ids=["twice", "sizes"],
 )
 def test_members_that_contradict_each_other(members) -> None:
     """Refused wherever one is made, off the wire as well."""
