@@ -14,7 +14,7 @@ import msgspec
 import trio
 import trio.testing
 
-from kvferry.engine.handshake import Credentials, answer, greet
+from kvferry.engine.handshake import Credentials, greet
 from kvferry.engine.link import FramedStream
 from kvferry.protocol.errors import FerryError
 from kvferry.protocol.framing import MAX_LINK_BYTES, encode_frame
@@ -39,7 +39,7 @@ from kvferry.protocol.link import (
     Revoked,
 )
 from tests.fuzz.reader import Reader
-from tests.kit import GROUP, IDENTITY, Impostor, Pool, World, address, at_base
+from tests.kit import GROUP, IDENTITY, Impostor, Pool, World, address, answer, at_base
 from tests.protocol.test_hostile_input import MESSAGES
 from tests.pushing import OURS, begin, begin_landing
 
