@@ -139,6 +139,25 @@ async def test_ranks_twice_are_refused_until_the_first_is_gone(autojump_clock) -
             await process.leave()
 
 
+async def test_who_was_refused_is_named_no_longer_than_that(autojump_clock) -> None:
+    """Its place is free: it is missing, not there twice."""
+    world = World()
+    async with trio.open_nursery() as nursery:
+        processes = []
+        for rank in (ranks(3)[0], ranks(3)[1], ranks(3)[1]):
+            process = await world.start(nursery, "p", Pool(), **joining(rank))
+            processes.append(process)
+            await trio.sleep(5.0)
+        lead, first, second = processes
+        await second.leave()
+        assert "twice" in lead.engine._instance.incomplete().detail
+        await first.leave()
+        told = lead.engine._instance.incomplete().detail
+        assert "twice" not in told
+        assert str(ranks(3)[1]) in told
+        await lead.leave()
+
+
 async def test_a_second_lead_is_no_member(autojump_clock) -> None:
     """A rank with the lead's own coordinates is there twice."""
     world = World()

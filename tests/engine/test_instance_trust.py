@@ -257,6 +257,26 @@ async def test_strangers_that_are_remembered_are_bounded(autojump_clock) -> None
         assert "tp0of203" in str(caught.value)
 
 
+async def test_the_lead_does_not_tell_each_of_each(autojump_clock) -> None:
+    """Thirty who join within a moment are told of together; each word is complete."""
+    world = World()
+    lead_rank, first, *others = Rank(tp_size=32).instance()
+    async with (
+        world.engine("p", Pool(), rank=lead_rank) as lead,
+        linked(world, lead, first) as (_, heard),
+    ):
+        streams = [await join(world, lead, rank) for rank in others[:-1]]
+        await trio.sleep(1.0)
+        assert len(heard) <= 4
+        assert heard[-1] == Roster(None, (others[-1],))
+        streams.append(await join(world, lead, others[-1]))
+        await trio.sleep(1.0)
+        assert heard[-1].manifest.is_complete
+        assert len(heard) <= 5
+        for stream in streams:
+            await stream.aclose()
+
+
 class Scripted:
     """A lead that answers as told, and says what it is told to."""
 
