@@ -23,7 +23,7 @@ TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
 """How an alert and a handshake of TLS begin: no frame is so long."""
 
 MAX_HELLO_BYTES = 64 * 1024
-"""Limit of what an unknown dialler may send first."""
+"""Limit of what is taken from somebody who has not proved the secret."""
 
 MAX_LINK_BYTES = 8 * 1024 * 1024
 """Limit of a frame on an open link: a million block ids of a push's destination."""

@@ -66,11 +66,12 @@ def test_the_readme_is_read_in_one_go() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_every_guarantee_names_tests_that_exist() -> None:
+@pytest.mark.parametrize(("page", "least"), [("guarantees", 40), ("security", 15)])
+def test_every_promise_names_tests_that_exist(page: str, least: int) -> None:
     """A promise is worth what its test is: none is named that is not there."""
-    page = (ROOT / "docs" / "guarantees.md").read_text()
-    named = re.findall(r"`((?:engine|nixl|protocol)/[\w/]+\.py)(?:::(\w+))?`", page)
-    assert len(named) > 40
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    named = re.findall(r"`((?:engine|nixl|protocol)/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > least
     for file, test in named:
         path = ROOT / "tests" / file
         assert path.exists() or (ROOT / file).exists(), file

@@ -61,6 +61,7 @@ class Host:
                 cache,
                 fabric=self._schedule.network.fabric(self.name),
                 streams=self._wire,
+                wall_clock=trio.current_time,  # all clocks of a schedule are virtual
                 logger=logger,
             ) as self.engine:
                 await body(self.engine)

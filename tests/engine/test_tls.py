@@ -80,7 +80,7 @@ def offered(engine, pool: Pool, request_id: str = "r", block: int = 1):
 
 async def refusal(world: World) -> dict[str, Any]:
     """What the listener logs; it may still wait for its alert to be read."""
-    with trio.fail_after(2):
+    with trio.fail_after(10):
         while not world.logged("handshake_failed"):  # noqa: ASYNC110 - a log, on real time
             await trio.sleep(0.01)
     (failed,) = world.logged("handshake_failed")
@@ -341,7 +341,7 @@ async def test_large_messages_cross_each_other(network) -> None:
         for _ in sizes:
             got[side].append(await ends[side].receive(limit_bytes=2**24))
 
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             for side in (0, 1):
                 nursery.start_soon(send, side)
