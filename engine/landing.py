@@ -27,6 +27,7 @@ from kvferry.engine.report import TransferReport
 from kvferry.engine.selection import Selector
 from kvferry.engine.shares import Shares, share_among
 from kvferry.protocol.errors import (
+    BadTicket,
     EngineClosed,
     FerryError,
     FerryInternalError,
@@ -419,9 +420,11 @@ class _Landing:
                 peers[0].link.post(message)
 
     def _known_peers(self) -> list[Peer]:
-        if self._party is None:
+        try:
+            party = self._party or self._services.routes.now(self._request.contact)
+        except BadTicket:
             return []
-        return self._services.peers.known(self._party.keys)
+        return [] if party is None else self._services.peers.known(party.keys)
 
     def _held_party(self) -> Party[RankAddress]:
         if self._party is None:

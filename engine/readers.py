@@ -18,31 +18,9 @@ if TYPE_CHECKING:
     from kvferry.protocol.identity import Rank
     from kvferry.protocol.layout import CacheLayout
 
-__all__ = ("providers", "reader_table")
+__all__ = ("reader_table",)
 
 KeyT = TypeVar("KeyT", bound="Hashable")
-
-
-def providers(
-    local: CacheLayout,
-    remotes: Mapping[KeyT, CacheLayout],
-    *,
-    reader: int,
-    skip_groups: frozenset[str] = frozenset(),
-) -> frozenset[KeyT]:
-    """The producer ranks that a plan of `kvferry.engine.plan.prepare_plan` reads from.
-
-    Args:
-        local: The consumer rank's layout; neither side's needs regions.
-        remotes: All ranks of the producer's instance, in the plan's order.
-        reader, skip_groups: As the plan's.
-
-    Raises:
-        ImpossiblePlan: Nobody holds a unit, or the layouts cannot be paired.
-    """
-    for key, remote in remotes.items():
-        check_layout(remote, side=f"producer {key}")
-    return _providers(local, Pairing(remotes, reader), skip_groups)
 
 
 def reader_table(
@@ -51,7 +29,9 @@ def reader_table(
     *,
     skip_groups: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[Rank, frozenset[KeyT]]]:
-    """The providers of each consumer rank, one after the other: each takes its time.
+    """Whom each consumer rank reads from, one after the other: each takes its time.
+
+    It is what `kvferry.engine.plan.prepare_plan` will do. No layout needs regions.
 
     Args:
         consumers: All ranks of the consumer's instance.
@@ -59,7 +39,7 @@ def reader_table(
         skip_groups: The same on all the consumer's ranks.
 
     Raises:
-        ImpossiblePlan: As `providers`; names the consumer rank.
+        ImpossiblePlan: Nobody holds a unit, or the layouts cannot be paired.
     """
     for key, remote in producers.items():
         check_layout(remote, side=f"producer {key}")

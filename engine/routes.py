@@ -91,6 +91,7 @@ class Routes:
         self._instance = instance
         self._asks = asks
         self._all = config.rank.instance()
+        # None where a request is about everybody all the same.
         self._routes: OrderedDict[tuple[str, str], Route | None] = OrderedDict()
         self._made_for: Manifest | None = None  # our own
         self._finding: dict[tuple[str, str], trio.Event] = {}

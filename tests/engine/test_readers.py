@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from kvferry.engine import ImpossiblePlan, ProtocolViolation, Rank
 from kvferry.engine.plan import prepare_plan
-from kvferry.engine.readers import providers, reader_table
+from kvferry.engine.readers import reader_table
 from kvferry.engine.sources import of_these
 from kvferry.protocol import EngineKey
 from tests.kit import Pool
@@ -62,7 +62,6 @@ def test_the_table_is_what_the_plans_do(case: Case) -> None:
     for rank, layout in consumers.items():
         planned = read_by_plan(layout, remotes, rank.tp)
         assert table[rank] == planned
-        assert providers(layout, told, reader=rank.tp) == planned
         needed = {key: remotes[key] for key in remotes if key in planned}
         # Proves its coverage, or raises; of replicas it may take another one.
         assert read_by_plan(layout, needed, rank.tp) <= planned

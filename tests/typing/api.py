@@ -99,6 +99,9 @@ async def serve(cache: KVCache) -> None:
         offer = engine.offer("req-1", blocks, num_tokens=37, after=after)
         assert_type(offer, Offer)
         assert_type(offer.cause, FerryError | None)
+        samples = engine.offer("req-2", blocks, num_tokens=37, consumers=2)
+        assert_type(samples.tickets, tuple[Ticket, ...])
+        assert_type(samples.outcomes, tuple[OfferOutcome | None, ...])
         ticket = Ticket.merge([Ticket.from_dict(offer.ticket.to_dict())])
         try:
             report = await engine.pull(
