@@ -117,11 +117,12 @@ async def _grown(
     """How much more a fresh engine holds with so many peers than without any."""
     found = {}
     async with engine_over(pool, pool.tensor(touched=False)) as engine:
-        peers = engine._peers  # noqa: SLF001 - what a first pull does, and stays
+        # What a first pull does, and stays.
+        peers, routes = engine._peers, engine._routes  # noqa: SLF001
         before, met = held(), 0
         for step in steps:
             for ticket in tickets[met:step]:
-                peers.leave(await peers.sources(ticket))
+                peers.leave(await peers.sources(await routes.find(ticket)))
             met = step
             found[step] = held() - before
     return found

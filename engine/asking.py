@@ -14,7 +14,7 @@ from kvferry.protocol.errors import (
     ProtocolViolation,
 )
 from kvferry.protocol.handshake import Purpose, RefusalReason
-from kvferry.protocol.manifest import Manifest, decode_manifest, named
+from kvferry.protocol.manifest import Manifest, decode_manifest
 
 if TYPE_CHECKING:
     import random
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvferry.engine.handshake import Credentials
     from kvferry.engine.link import FramedStream
     from kvferry.engine.streams import Streams
+    from kvferry.engine.trust import Trust
 
 __all__ = ("Asks",)
 
@@ -54,6 +55,7 @@ class Asks:
         streams: Streams,
         nursery: trio.Nursery,
         *,
+        trust: Trust,
         turns: trio.Semaphore,
         rng: random.Random,
         log: FilteringBoundLogger,
@@ -63,6 +65,7 @@ class Asks:
             config,
             streams,
             nursery,
+            trust=trust,
             talk=self._ask,
             turns=turns,
             rng=rng,
@@ -78,9 +81,10 @@ class Asks:
 
         However many tasks ask the same, it is asked once at a time; an address that
         did not answer is left alone for a while, as any peer is. Nothing is kept of an
-        answer. Whether the address may be dialled at all is the caller's business.
+        answer.
 
         Raises:
+            UntrustedTicket: There is no secret, and the address is not trusted.
             InstanceIncomplete: Ranks of it are missing; the detail names them.
             PeerError: Nobody answers, or not the right one, or it refuses.
             EngineClosed: The engine closed meanwhile.
@@ -88,7 +92,10 @@ class Asks:
         place = _Place(engine_id, host, port)
         if place not in self._dials:
             self._dials.check(place, place)
-        return await self._dials.reach(place, place)
+        answer = await self._dials.reach(place, place)
+        if isinstance(answer, InstanceIncomplete):
+            raise answer.about(peer=f"{engine_id}@{host}:{port}", phase="connecting")
+        return answer
 
     async def sweep(self) -> None:
         """Let go of back-offs that nobody cares for any more, for ever."""
@@ -96,7 +103,10 @@ class Asks:
             self._dials.forget_old()
             await trio.sleep(SWEEP_S)
 
-    async def _ask(self, place: _Place, framed: FramedStream) -> Manifest:
+    async def _ask(
+        self, place: _Place, framed: FramedStream
+    ) -> Manifest | InstanceIncomplete:
+        """What it answers; that ranks are missing is no reason to leave it alone."""
         try:
             key, manifest = await call(
                 framed,
@@ -109,14 +119,17 @@ class Asks:
         except HandshakeRefused as error:
             if error.reason != RefusalReason.INCOMPLETE.value:
                 raise
-            raise InstanceIncomplete(error.detail) from error
-        if manifest.engine_id != place.engine_id:
-            raise ProtocolViolation(f"{key} tells of {manifest.engine_id!r}")
-        if not manifest.is_complete:
-            missing = named(manifest.missing)
-            raise ProtocolViolation(f"{key} tells of an instance that lacks {missing}")
+            await framed.aclose()
+            return InstanceIncomplete(error.detail)
         answered = manifest.member(key.rank)
-        if answered is None or answered.generation != key.generation:
-            raise ProtocolViolation(f"{key} tells of an instance without itself")
+        if (
+            manifest.engine_id != key.engine_id
+            or not manifest.is_complete
+            or answered is None
+            or answered.generation != key.generation
+        ):
+            raise ProtocolViolation(
+                f"{key} tells of an instance that cannot be its own"
+            )
         await framed.aclose()
         return manifest

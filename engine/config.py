@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import ipaddress
-from dataclasses import dataclass
+import ssl
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvferry.engine.addresses import AddressList, is_loopback, is_wildcard, leads_home
 from kvferry.engine.cost import CostModel
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.identity import Rank
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from kvferry.engine.cost import Landing
     from kvferry.protocol.identity import ModelIdentity
 
 __all__ = ("EngineConfig",)
 
-MAY_BE_ZERO = frozenset({"staging_bytes"})
+MAY_BE_ZERO = frozenset({"staging_bytes", "clock_tolerance_s"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +36,22 @@ class EngineConfig:
         join: Where the rank listens that leads the instance, host and port; this rank
             joins it there, whichever is started first. None leads: one rank of an
             instance does, and an instance of one rank needs no other.
-        secret: Shared by all engines that may connect. Whoever passes the
-            handshake can read and write all registered memory.
-        insecure: Allow an empty secret on an address that others can reach.
+        secret: Shared by all engines that may connect, and what they sign their
+            tickets with: 32 random bytes. Whoever passes the handshake can read and
+            write all registered memory.
+        tls_listen: Links are TLS, and this is how they are accepted. A context that
+            demands certificates (``CERT_REQUIRED``) can stand for the secret.
+        tls_dial: How links are dialled that are TLS.
+        insecure: Allow neither on an address that others can reach, and tickets
+            that are not signed, of any address, if ``trusted`` lists none.
+        trusted: What is dialled though no signed ticket names it: hosts (``"10.0.0.7"``,
+            ``"prefill-0"``), networks (``"10.0.0.0/8"``), or pairs of one and a port.
+            Names are compared, never resolved. By default nothing, and without a
+            secret loopback.
+        ticket_s: How long a ticket may be used, from the offer on. It ends no offer;
+            ``lease_s`` does that.
+        clock_tolerance_s: How far the wall clocks of two hosts may differ before a
+            ticket counts as expired.
         skip_groups: Groups that need not exist on the other side; they are not
             transferred, and the report names them.
         lease_s: How long an offer's blocks are held, from the offer and from each
@@ -89,8 +105,13 @@ class EngineConfig:
     listen: tuple[str, int] | None = ("127.0.0.1", 0)
     advertise: str | None = None
     join: tuple[str, int] | None = None
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
+    tls_listen: ssl.SSLContext | None = None
+    tls_dial: ssl.SSLContext | None = None
     insecure: bool = False
+    trusted: Collection[str | tuple[str, int]] | None = None
+    ticket_s: float = 600.0
+    clock_tolerance_s: float = 60.0
     skip_groups: frozenset[str] = frozenset()
     lease_s: float = 30.0
     pull_deadline_s: float = 60.0
@@ -135,6 +156,7 @@ class EngineConfig:
         self._check_positive()
         self._check_landing()
         self._check_join()
+        self._check_credentials()
         if self.listen is not None:
             host, port = self.listen
             if not 0 <= port < 2**16:
@@ -150,7 +172,7 @@ class EngineConfig:
         """
         self._check_address(host)
         listen = host if self.listen is None else self.listen[0]
-        if not self.advertise and _is_loopback(host) and not _is_loopback(listen):
+        if not self.advertise and leads_home(host) and not leads_home(listen):
             raise ConfigError(
                 f"{listen!r} is {host} here: consumers on other hosts would dial"
                 " themselves; set advertise=<host>, or listen on an address"
@@ -190,41 +212,43 @@ class EngineConfig:
                 f" {self.wave_bytes} (window x wave_bytes), not {self.staging_bytes}"
             )
 
+    def _check_credentials(self) -> None:
+        if not isinstance(self.secret, bytes):
+            raise ConfigError(f"the secret is bytes, not {type(self.secret).__name__}")
+        AddressList(self.trusted or ())
+        listen, dial = self.tls_listen, self.tls_dial
+        if listen is not None and listen.protocol is ssl.PROTOCOL_TLS_CLIENT:
+            raise ConfigError("tls_listen is a client's context: it cannot accept")
+        if dial is not None and dial.protocol is ssl.PROTOCOL_TLS_SERVER:
+            raise ConfigError("tls_dial is a server's context: it cannot dial")
+        if dial is not None and dial.verify_mode is not ssl.CERT_REQUIRED:
+            self._check_insecure("tls_dial checks no certificate: anyone can answer")
+
+    def _check_insecure(self, risk: str) -> None:
+        if not self.insecure:
+            raise ConfigError(f"{risk}; if that is what you want, say insecure=True")
+
     def _check_address(self, host: str) -> None:
         """A peer must be able to reach what tickets name, and nobody else (case c3)."""
         named = self.advertise or host
-        if _is_wildcard(named):
+        if is_wildcard(named):
             raise ConfigError(
                 f"listening on the wildcard {host!r} needs advertise=<host>: "
                 "a ticket must name one address that consumers can reach"
             )
-        if _is_loopback(named) and not _is_loopback(host):
+        if leads_home(named) and not leads_home(host):
             raise ConfigError(
                 f"advertise={named!r} is loopback, but the engine listens on {host!r}: "
                 "consumers on other hosts would dial themselves"
             )
-        if not (_is_loopback(host) or self.secret or self.insecure):
-            raise ConfigError(
-                f"listening on {host!r} without a secret would open the cache to "
-                "anyone who can connect: set secret=..., or say insecure=True"
+        if not (is_loopback(host) or self._knows_its_peers):
+            self._check_insecure(
+                f"listening on {host!r} without a secret would open the cache to anyone"
+                " who can connect: set secret=..., or tls_listen with CERT_REQUIRED"
             )
 
-
-def _is_wildcard(host: str) -> bool:
-    address = _address(host)
-    return host == "" if address is None else address.is_unspecified
-
-
-def _is_loopback(host: str) -> bool:
-    address = _address(host)
-    return host.lower() == "localhost" if address is None else address.is_loopback
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    if isinstance(address, ipaddress.IPv6Address):
-        return address.ipv4_mapped or address
-    return address
+    @property
+    def _knows_its_peers(self) -> bool:
+        listen = self.tls_listen
+        is_certified = listen is not None and listen.verify_mode is ssl.CERT_REQUIRED
+        return bool(self.secret) or is_certified

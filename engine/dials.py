@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.streams import Streams
+    from kvferry.engine.trust import Trust
 
 __all__ = ("LONGEST_REDIAL_S", "Address", "Dials", "dial", "wait_before")
 
@@ -86,6 +87,7 @@ class Dials(Generic[KeyT, T]):
         streams: Streams,
         nursery: trio.Nursery,
         *,
+        trust: Trust,
         talk: Callable[[KeyT, FramedStream], Awaitable[T]],
         turns: trio.Semaphore | None = None,
         rng: random.Random,
@@ -97,6 +99,7 @@ class Dials(Generic[KeyT, T]):
             config: The engine's.
             streams: What is dialled.
             nursery: The engine's: whoever asked may give up, the dial goes on.
+            trust: Asked about every address before it is dialled.
             talk: What is done with the connection, which is its own if it returns.
             turns: Of other dials, if these are to share them.
             rng: Where the jitter of the back-off comes from.
@@ -105,6 +108,7 @@ class Dials(Generic[KeyT, T]):
         self._config = config
         self._streams = streams
         self._nursery = nursery
+        self._trust = trust
         self._talk = talk
         self._rng = rng
         self._log = log
@@ -208,6 +212,7 @@ class Dials(Generic[KeyT, T]):
             dial.ended.set()
 
     async def _connect(self, key: KeyT, address: Address, waited_for: _Dial[T]) -> None:
+        self._trust.check_address(address.host, address.port)
         talk = partial(self._talk, key)
         result = await dial(self._streams, address, talk, self._config)
         waited_for.results.append(result)

@@ -37,6 +37,7 @@ from kvferry.engine.routes import Routes
 from kvferry.engine.services import Services
 from kvferry.engine.staging import Staging
 from kvferry.engine.traffic import Traffic
+from kvferry.engine.trust import Trust
 from kvferry.protocol.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -100,6 +101,7 @@ class TransferEngine:
         streams: Streams,
         nursery: trio.Nursery,
         *,
+        wall_clock: Callable[[], float],
         log: FilteringBoundLogger,
     ) -> None:
         self.config = config
@@ -113,6 +115,7 @@ class TransferEngine:
         self._stray_notices = 0
         self._pump = Pump(fabric, config, on_notice=self._take_notice, log=log)
         self._traffic = Traffic(config)
+        self._trust = Trust(config, wall_clock=wall_clock)
         ours = Credentials(
             key,
             Card(config.identity, cache.layout, fabric.metadata()),
@@ -127,23 +130,31 @@ class TransferEngine:
             fabric,
             streams,
             nursery,
+            trust=self._trust,
             agents=agents,
             staging=self._staging,
             log=log,
         )
-        rng = random.Random(str(key))  # noqa: S311 - no secret
+        rng = random.Random(fabric.name)  # noqa: S311 - no secret
         self._instance = Instance(config, ours, streams, rng=rng, log=log)
         self._asks = Asks(
             config,
             ours,
             streams,
             nursery,
+            trust=self._trust,
             turns=self._peers.dials.turns,
             rng=rng,
             log=log,
         )
         self._offers = Offers(
-            key, config, self._pump, nursery, instance=self._instance, log=log
+            key,
+            config,
+            self._pump,
+            nursery,
+            instance=self._instance,
+            trust=self._trust,
+            log=log,
         )
         self._routes = Routes(
             config, cache.layout, instance=self._instance, asks=self._asks
@@ -272,10 +283,12 @@ class TransferEngine:
             the spans behind ``num_tokens`` is zero.
 
         Raises:
-            MisuseError: The call can never work; nothing was transferred.
+            MisuseError: The call can never work; nothing was transferred. So with a
+                ticket of an address that nobody whom we trust has named
+                (`UntrustedTicket`): nothing is dialled, then.
             PeerError: The producer cannot be reached, differs, refuses, or was lost.
-            TransferError: The bytes did not all arrive, the lease ran out, or the
-                deadline passed.
+            TransferError: The bytes did not all arrive, the lease ran out, the ticket
+                is too old, or the deadline passed.
             EngineClosed: The engine is closing.
         """
         with _naming(ticket.request_id, ticket.engine_id):
@@ -283,6 +296,8 @@ class TransferEngine:
             priority = whole(priority, "priority")
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
             deadline_at = self._deadline_at(deadline_s)
+            self._trust.check(ticket)
+            self._trust.check_fresh(ticket)
             return await self._pulls.run(
                 PullRequest(
                     ticket, spans, computed_tokens, deadline_at, after, priority
@@ -299,7 +314,7 @@ class TransferEngine:
             ConfigError: A rank has no listener.
             InstanceIncomplete: A rank was lost.
         """
-        return self._instance.contact(self.address)
+        return self._trust.sign(self._instance.contact(self.address))
 
     async def instance_ready(self, deadline_s: float | None = None) -> None:
         """Wait until all ranks of our instance have joined, in whatever order.
@@ -325,7 +340,7 @@ class TransferEngine:
     ) -> Contact:
         """Ask any one rank of another instance where all of its ranks are.
 
-        The address is the caller's word: it is dialled.
+        Without a secret only an address is asked that is trusted, as with a ticket.
 
         Args:
             engine_id: Of the instance.
@@ -335,6 +350,7 @@ class TransferEngine:
 
         Raises:
             InstanceIncomplete: Ranks of it have not joined yet; the detail names them.
+            UntrustedTicket: The address is none that may be dialled.
             PeerError: Nobody answers, or not the right one, or it refuses.
             ConfigError: A rank of it has no listener.
             DeadlineExceeded: The deadline has passed.
@@ -344,7 +360,9 @@ class TransferEngine:
         host, port = address
         limit_s = math.inf if deadline_s is None else deadline_s
         with trio.move_on_at(self._deadline_at(limit_s)):
-            return contact_of(await self._asks.fetch(engine_id, host, port))
+            manifest = await self._asks.fetch(engine_id, host, port)
+            # What the handshake has proved, whoever has the secret may know.
+            return self._trust.sign(contact_of(manifest))
         raise DeadlineExceeded(
             "the instance did not answer in time", peer=f"{engine_id}@{host}:{port}"
         )
@@ -446,6 +464,9 @@ class TransferEngine:
             check_request_id(request_id)
             computed_tokens = whole(computed_tokens, "computed_tokens")
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
+            self._trust.check(source)
+            if ticket is not None:
+                self._trust.check_fresh(ticket)
             return await self._landings.run(
                 LandingRequest(
                     request_id,
@@ -547,11 +568,13 @@ class TransferEngine:
         With several ranks, once each of them has said so.
 
         Raises:
+            UntrustedTicket: As in `pull`.
             PeerError: The producer could not be told; its lease will end the offer.
             EngineClosed: The engine is closing.
         """
         with _naming(ticket.request_id, ticket.engine_id, phase="declining"):
             self._check_open()
+            self._trust.check(ticket)
             party = await self._routes.find(ticket)
             await self._peers.decline(ticket, party, "declined")
 

@@ -31,10 +31,12 @@ from kvferry.protocol.errors import (
     PushAborted,
     PushRevoked,
     RequestInUse,
+    TicketExpired,
     TransferError,
     TransferFailed,
     UnknownBlock,
     UnknownOffer,
+    UntrustedTicket,
     WrongPeer,
 )
 
@@ -63,9 +65,11 @@ __all__ = (
     "PushAborted",
     "PushRevoked",
     "RequestInUse",
+    "TicketExpired",
     "TransferError",
     "TransferFailed",
     "UnknownBlock",
     "UnknownOffer",
+    "UntrustedTicket",
     "WrongPeer",
 )

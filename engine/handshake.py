@@ -9,10 +9,12 @@ the callers have one around it.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from kvferry.protocol.errors import HandshakeRefused, WrongPeer
+from kvferry.engine.tls import TlsFailed
+from kvferry.protocol.errors import HandshakeRefused, PeerLost, WrongPeer
 from kvferry.protocol.framing import MAX_CARD_BYTES
 from kvferry.protocol.handshake import (
     NONCE_BYTES,
@@ -32,7 +34,7 @@ from kvferry.protocol.identity import EngineKey, compare, compare_layouts
 from kvferry.protocol.version import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvferry.engine.link import FramedStream
     from kvferry.protocol.identity import Difference
@@ -75,7 +77,7 @@ class Credentials:
 
     key: EngineKey
     card: Card
-    secret: bytes
+    secret: bytes = field(repr=False)
     skip_groups: frozenset[str]
 
     def differences(self, theirs: Card) -> tuple[Difference, ...]:
@@ -128,14 +130,16 @@ async def call(
 
     Raises:
         WrongPeer: Another engine, rank or generation answers.
-        HandshakeRefused: The secrets differ, or the peer refuses.
+        HandshakeRefused: The secrets differ, the peer refuses, or one of the two does
+            not accept the other's certificate.
         ProtocolViolation: The peer spoke nonsense.
         PeerLost: The stream ended.
     """
     engine_id = wanted if isinstance(wanted, str) else wanted.engine_id
     mine = ours.hello(engine_id, purpose)
-    await framed.send(mine)
-    theirs = await framed.receive()
+    with _naming_tls():
+        await framed.send(mine)
+        theirs = await framed.receive()
     hello = decode_hello(theirs)
     _check_wanted(hello.engine, wanted)
     transcript = Transcript(ours.secret, (mine, theirs))
@@ -168,7 +172,8 @@ async def receive_call(
         ProtocolViolation: The dialler spoke nonsense.
         PeerLost: The stream ended.
     """
-    theirs = await framed.receive()
+    with _naming_tls():
+        theirs = await framed.receive()
     hello = await _heard(framed, ours, theirs)
     mine = ours.hello("", hello.purpose)
     await framed.send(mine)
@@ -254,6 +259,19 @@ def _refused(refusal: Refusal, *, peer: EngineKey) -> HandshakeRefused:
         differences=factors,
         peer=str(peer),
     )
+
+
+@contextmanager
+def _naming_tls() -> Iterator[None]:
+    """Over TLS its own handshake goes first, with the first words of either side."""
+    try:
+        yield
+    except PeerLost as error:
+        if not isinstance(error.__cause__, TlsFailed):
+            raise
+        is_certificate = error.__cause__.is_about_certificates
+        reason = "certificate" if is_certificate else "tls"
+        raise HandshakeRefused(error.detail, reason=reason) from error
 
 
 def _check_wanted(found: EngineKey, wanted: EngineKey | str) -> None:

@@ -243,7 +243,8 @@ class Instance:
         if before is not None and before.id != now:
             lost = PeerLost("a rank of our own instance was lost")
             failure = roster.cause or failure_of(lost, self._ours.key.rank)
-            self._log.warning("instance_incomplete", cause=failure.detail)
+            if not self._is_closing:
+                self._log.warning("instance_incomplete", cause=failure.detail)
             self._agreements.lose(failure, unless=now)
         self._wake()
 

@@ -167,7 +167,7 @@ class Joining:
                 peer=str(link.peer),
             )
             failure = failure_of(lost, link.peer.rank)
-            self._log.warning("lead_lost", lead=str(link.peer), cause=cause.detail)
+            self._log.info("lead_lost", lead=str(link.peer), cause=cause.detail)
             self._listens.on_roster(Roster(None, self._others(), failure))
 
     def _others(self) -> tuple[Rank, ...]:

@@ -268,7 +268,7 @@ class Lead:
         # Whoever was refused because of it may join now.
         for key in [key for key in self._refused if key[0] == rank]:
             del self._refused[key]
-        self._log.warning("rank_lost", rank=str(seat.member), cause=detail)
+        self._log.info("rank_lost", rank=str(seat.member), cause=detail)
         lost = PeerLost(
             f"{seat.member} of our own instance was lost: {detail}",
             peer=str(seat.link.peer),

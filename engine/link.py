@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from kvferry.engine.tls import TlsFailed
 from kvferry.protocol.errors import FerryError, MisuseError, PeerLost
 from kvferry.protocol.framing import (
     MAX_HELLO_BYTES,
@@ -65,7 +66,7 @@ class FramedStream:
             try:
                 chunk = await self._stream.receive_some()
             except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
-                raise PeerLost("the link broke") from exc
+                raise _broken(exc) from exc
             if not chunk:
                 raise PeerLost("the peer closed the link")
             self._decoder.feed(chunk)
@@ -89,11 +90,17 @@ class FramedStream:
         try:
             await self._stream.send_all(frames)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
-            raise PeerLost("the link broke") from exc
+            raise _broken(exc) from exc
 
     async def aclose(self) -> None:
         """Close the stream, without waiting for the other side."""
         await trio.aclose_forcefully(self._stream)
+
+
+def _broken(exc: Exception) -> PeerLost:
+    if isinstance(exc, TlsFailed):
+        return PeerLost(exc.detail)
+    return PeerLost("the link broke")
 
 
 class Link:

@@ -93,7 +93,7 @@ class Listener:
         ours: Credentials,
         *,
         service: LinkService,
-        instance: InstanceService | None = None,
+        instance: InstanceService,
         log: FilteringBoundLogger,
     ) -> None:
         self._config = config
@@ -216,12 +216,8 @@ class Listener:
             return Refusal(RefusalReason.CLOSING, "this engine is closing")
         if purpose is Purpose.LINK:
             return self._receive_link(framed, key, body)
-        if self._instance is None:
-            return Refusal(
-                RefusalReason.PURPOSE, f"this engine does not serve {purpose.value!r}"
-            )
         if purpose is Purpose.JOIN:
-            return self._receive_join(framed, key, body, self._instance)
+            return self._receive_join(framed, key, body)
         if purpose is Purpose.ASK:
             described = self._instance.describe(key, body)
             if isinstance(described, Refusal):
@@ -247,12 +243,9 @@ class Listener:
         )
 
     def _receive_join(
-        self,
-        framed: FramedStream,
-        key: EngineKey,
-        body: bytes,
-        instance: InstanceService,
+        self, framed: FramedStream, key: EngineKey, body: bytes
     ) -> Welcome[_Visit] | Refusal:
+        instance = self._instance
         enrolled = instance.enrol(key, body)
         if isinstance(enrolled, Refusal):
             return enrolled

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from kvferry.engine.instance import Instance
     from kvferry.engine.link import Link
     from kvferry.engine.pump import Pump
+    from kvferry.engine.trust import Trust
     from kvferry.protocol.errors import FerryError
     from kvferry.protocol.handshake import Card
     from kvferry.protocol.identity import EngineKey
@@ -93,7 +94,7 @@ class Offers:
     are forgotten.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - built in one place, from its parts
         self,
         key: EngineKey,
         config: EngineConfig,
@@ -101,12 +102,14 @@ class Offers:
         nursery: trio.Nursery,
         *,
         instance: Instance,
+        trust: Trust,
         log: FilteringBoundLogger,
     ) -> None:
         self._key = key
         self._config = config
         self._pump = pump
         self._nursery = nursery
+        self._trust = trust
         self._log = log
         self._siblings = Siblings(instance)
         self._active: dict[str, Hold] = {}  # by request id
@@ -168,7 +171,13 @@ class Offers:
             check_after(after)
         is_ready = after is None or is_over(after)
         mine = RankOffer(
-            self._key.rank, self._key.generation, "", *address, ready=is_ready
+            self._key.rank,
+            self._key.generation,
+            "",
+            *address,
+            lease_s=self._config.lease_s,
+            expires_at=self._trust.expires_at(),
+            ready=is_ready,
         )
         siblings = self._siblings.now(mine)
         hold = Hold(request_id)
@@ -179,13 +188,13 @@ class Offers:
                 engine_id=self._key.engine_id,
                 request_id=request_id,
                 num_tokens=num_tokens,
-                lease_s=self._config.lease_s,
                 ranks=siblings.with_id(offer_id),
                 spans=dict(spans),
                 share=number,
                 instance=siblings.instance,
             )
-            self._share(hold, offer_id, ticket, is_ready=is_ready)
+            signed = self._trust.sign(ticket)
+            self._share(hold, offer_id, signed, is_ready=is_ready)
         for number, share in enumerate(tuple(hold.shares)):
             self._unpark(share, number)
         if after is not None and not is_ready:
@@ -200,7 +209,7 @@ class Offers:
     ) -> None:
         """Make one more share of a hold."""
         machine = OfferMachine(
-            now=trio.current_time(), lease_s=ticket.lease_s, is_ready=is_ready
+            now=trio.current_time(), lease_s=self._config.lease_s, is_ready=is_ready
         )
         share = Share(hold, offer_id, ticket, machine)
         share.claims.enter_context(self._pump.claim(Cadence.OFFERED))

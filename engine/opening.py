@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,11 @@ import trio
 
 from kvferry.engine.engine import TransferEngine
 from kvferry.engine.streams import Streams, TcpStreams
+from kvferry.engine.tls import TlsStreams
 from kvferry.protocol.identity import EngineKey
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from structlog.typing import FilteringBoundLogger
 
@@ -43,6 +45,7 @@ async def open_engine(
     *,
     fabric: Fabric | None = None,
     streams: Streams | None = None,
+    wall_clock: Callable[[], float] = time.time,  # noqa: TID251 - tickets expire by it
     logger: Any = None,  # noqa: ANN401 - structlog's own loggers are typed as Any
 ) -> AsyncIterator[TransferEngine]:
     """Open an engine around a cache; a trio async context manager.
@@ -61,7 +64,9 @@ async def open_engine(
         fabric: The transport; NIXL over UCX by default, for which a cache in
             device memory makes its device this thread's current one. The engine
             closes it.
-        streams: Where links come from; TCP by default.
+        streams: Where links come from; TCP by default. What the configuration says of
+            TLS holds for any.
+        wall_clock: Unix seconds: by it tickets expire, and nothing else.
         logger: A structlog logger; by default one that writes to the standard
             library's logger ``kvferry``, so that nothing is printed unasked.
 
@@ -71,7 +76,9 @@ async def open_engine(
     """
     key = EngineKey(config.engine_id, secrets.token_hex(16), config.rank)
     log = (logger or _standard_logger()).bind(engine=str(key))
-    streams = streams or TcpStreams()
+    streams = TlsStreams(
+        streams or TcpStreams(), listen=config.tls_listen, dial=config.tls_dial
+    )
     fabric = fabric or _nixl(key, cache, log)
     engine: TransferEngine | None = None
     try:
@@ -92,6 +99,7 @@ async def open_engine(
                                 fabric,
                                 streams,
                                 services.nursery,
+                                wall_clock=wall_clock,
                                 log=log,
                             )
                             # Not with `start`: were it cancelled, it would wait for

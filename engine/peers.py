@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from kvferry.engine.sources import Sources
     from kvferry.engine.staging import Staging
     from kvferry.engine.streams import Streams
+    from kvferry.engine.trust import Trust
     from kvferry.protocol.handshake import Card
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.link import LinkMessage
@@ -153,6 +154,7 @@ class Peers:
         streams: Streams,
         nursery: trio.Nursery,
         *,
+        trust: Trust,
         agents: Agents,
         staging: Staging,
         log: FilteringBoundLogger,
@@ -170,6 +172,7 @@ class Peers:
             config,
             streams,
             nursery,
+            trust=trust,
             talk=self._greet,
             rng=random.Random(fabric.name),  # noqa: S311 - no secret
             log=log,

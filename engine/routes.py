@@ -20,9 +20,9 @@ from kvferry.engine.party import Party
 from kvferry.engine.readers import reader_table
 from kvferry.protocol.errors import (
     BadTicket,
+    FerryError,
     ImpossiblePlan,
     InstanceIncomplete,
-    PeerError,
     WrongPeer,
 )
 from kvferry.protocol.identity import EngineKey
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from kvferry.protocol.ticket import RankAddress, RankOffer
 
 __all__ = ("Route", "Routes")
+
+ASK_NEXT_S = 0.5
+"""A rank that has not answered for so long may hang: another one is asked as well."""
 
 RankT = TypeVar("RankT", bound="RankOffer | RankAddress")
 
@@ -158,26 +161,40 @@ class Routes:
         return {m.rank: m.layout for m in sorted(manifest.members, key=_rank)}
 
     async def _ask(self, source: Named[RankT]) -> Manifest:
-        """One of its ranks after the other, each of ours beginning with another one."""
+        """Ask its ranks, each of ours beginning with another one, until one answers.
+
+        One that hangs keeps the question from the next one for a moment alone.
+        """
         first = self._all.index(self._config.rank) % len(source.ranks)
-        failure: PeerError | None = None
-        for rank in (*source.ranks[first:], *source.ranks[:first]):
+        answers: list[Manifest] = []
+        errors: list[FerryError] = []
+
+        async def ask(rank: RankT, ended: trio.Event) -> None:
             try:
-                manifest = await self._asks.fetch(
-                    source.engine_id, rank.host, rank.port
-                )
-            except InstanceIncomplete:
-                raise
-            except PeerError as error:
-                failure = failure or error
-                continue
-            if manifest.id != source.instance:
-                raise WrongPeer(
-                    "the instance is another one by now: one of its ranks was restarted",
-                    peer=source.engine_id,
-                )
-            return manifest
-        raise failure or WrongPeer("nobody to ask", peer=source.engine_id)
+                answer = await self._asks.fetch(source.engine_id, rank.host, rank.port)
+            except FerryError as error:
+                errors.append(error)
+            else:
+                answers.append(answer)
+                nursery.cancel_scope.cancel()
+            ended.set()
+
+        async with trio.open_nursery() as nursery:
+            for rank in (*source.ranks[first:], *source.ranks[:first]):
+                ended = trio.Event()
+                nursery.start_soon(ask, rank, ended)
+                with trio.move_on_after(ASK_NEXT_S):
+                    await ended.wait()
+        if not answers:
+            # Whoever answers knows more than who does not.
+            errors.sort(key=lambda error: not isinstance(error, InstanceIncomplete))
+            raise errors[0]
+        if answers[0].id != source.instance:
+            raise WrongPeer(
+                "the instance is another one by now: one of its ranks was restarted",
+                peer=source.engine_id,
+            )
+        return answers[0]
 
     async def _make(self, manifest: Manifest) -> Route | None:
         """None if the layouts do not fit: the handshakes tell why."""

@@ -68,8 +68,15 @@ class Siblings:
         if len(self._ranks) < 2:
             return Entries(mine)
         place = sum(other.rank < mine.rank for other in self._ranks)
-        before, after = self._ranks[:place], self._ranks[place + 1 :]
-        return Entries(mine, before, after, self._id)
+        others = [
+            # As ours are: the ranks of an instance have one configuration.
+            msgspec.structs.replace(
+                other, lease_s=mine.lease_s, expires_at=mine.expires_at
+            )
+            for other in self._ranks
+        ]
+        before, after = others[:place], others[place + 1 :]
+        return Entries(mine, tuple(before), tuple(after), self._id)
 
     def _note(self, manifest: Manifest) -> None:
         """The id is a digest over all ranks: computed once."""
@@ -79,7 +86,7 @@ class Siblings:
                 f"nobody could read from {named(deaf)}: without a listener"
             )
         self._ranks = tuple(
-            RankOffer(m.rank, m.generation, "", m.host, m.port, ready=False)
+            RankOffer(m.rank, m.generation, "", m.host, m.port, 1.0, 0, ready=False)
             for m in sorted(manifest.members, key=lambda member: member.rank)
             if m.host is not None and m.port is not None
         )

@@ -10,6 +10,7 @@
     |   |-- UnknownBlock         a block id outside its pool, or listed twice
     |   |-- RequestInUse         a request id that is already active here
     |   `-- BadTicket            bytes or a dict that are not a ticket
+    |       `-- UntrustedTicket      it names an address that we have no reason to dial
     |-- PeerError              they: look at the peer
     |   |-- PeerUnreachable      nobody answers at the address
     |   |-- HandshakeRefused     the two sides differ; `differences` names every factor
@@ -24,6 +25,7 @@
     |       `-- OfferDiffers       its ranks offer different things under one id
     |-- TransferError          the bytes: the request failed, a new one may work
     |   |-- TransferFailed       the transport reported a failure
+    |   |-- TicketExpired        the ticket is too old to be used
     |   |-- LeaseExpired         the blocks were not held to the last byte
     |   |-- PushAborted          the producer gave up a push before all was there
     |   |-- PushRevoked          the consumer took its blocks back under a push
@@ -72,10 +74,12 @@ __all__ = (
     "PushAborted",
     "PushRevoked",
     "RequestInUse",
+    "TicketExpired",
     "TransferError",
     "TransferFailed",
     "UnknownBlock",
     "UnknownOffer",
+    "UntrustedTicket",
     "WrongPeer",
 )
 
@@ -182,6 +186,10 @@ class BadTicket(MisuseError):
     """Bytes or a dict that are not a ticket of this protocol version."""
 
 
+class UntrustedTicket(BadTicket):
+    """A ticket or contact of an address that nobody whom we trust has named."""
+
+
 class PeerError(FerryError):
     """They: look at the peer."""
 
@@ -255,6 +263,10 @@ class TransferError(FerryError):
 
 class TransferFailed(TransferError):
     """The transport reported a failure."""
+
+
+class TicketExpired(TransferError):
+    """The ticket is too old to be used; nothing was transferred."""
 
 
 class LeaseExpired(TransferError):

@@ -19,6 +19,9 @@ __all__ = (
 
 HEADER_BYTES = 4
 
+TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
+"""How an alert and a handshake of TLS begin: no frame is so long."""
+
 MAX_HELLO_BYTES = 64 * 1024
 """Limit of what an unknown dialler may send first."""
 
@@ -77,8 +80,10 @@ class FrameDecoder:
             return None
         length = int.from_bytes(self._buffer[:HEADER_BYTES], "big")
         if length > self.limit_bytes:
+            hint = "; it speaks TLS" if self._buffer[:2] in TLS_RECORDS else ""
             raise ProtocolViolation(
                 f"a frame of {length} bytes is over the limit of {self.limit_bytes}"
+                f"{hint}"
             )
         end = HEADER_BYTES + length
         if len(self._buffer) < end:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 import hmac
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -218,7 +218,7 @@ class Transcript:
         hellos: The encoded hellos, the dialler's first.
     """
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     hellos: tuple[bytes, bytes]
 
     def proof(self, role: Role) -> bytes:

@@ -35,6 +35,7 @@ BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Protocol = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 ShareNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 InstanceId = Annotated[str, msgspec.Meta(max_length=64)]
+Signature = Annotated[str, msgspec.Meta(max_length=64, pattern="^[0-9a-f]*$")]
 
 
 class RankOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,8 +45,12 @@ class RankOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         generation: Which start of the rank holds the blocks.
         offer_id: Which offer of the request: a second offer is another one. Empty if
             another rank has made the ticket: then the rank tells it to whoever asks.
+        lease_s: How long one renewal holds the blocks, in seconds.
+        expires_at: When the ticket must not be used any more, in unix seconds: the
+            one instant that crosses the wire, because tickets go through others.
         ready: Whether the blocks held their bytes when the ticket was made. If not,
             nothing may be read before the rank has said so on its link.
+        signature: By somebody who knows the secret (`protocol.signing`); may be empty.
     """
 
     rank: Rank
@@ -53,7 +58,10 @@ class RankOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offer_id: Annotated[str, msgspec.Meta(max_length=64)]
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     port: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+    expires_at: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
     ready: bool = True
+    signature: Signature = ""
 
     @property
     def may_be_read(self) -> bool:
@@ -66,12 +74,14 @@ class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         generation: Which start of the rank listens there.
+        signature: As in `RankOffer`.
     """
 
     rank: Rank
     generation: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     port: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+    signature: Signature = ""
 
 
 class Contact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,7 +156,6 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         engine_id: Which instance holds the blocks.
         request_id: The request, as both schedulers call it.
         num_tokens: Tokens in the cache; a state belongs to exactly this count.
-        lease_s: How long one renewal holds the blocks, in seconds.
         ranks: The offer of every producer rank.
         spans: Per group the producer's blocks, the same on all its ranks.
         share: Which of the offer's tickets it is, if it was made for several consumers.
@@ -157,7 +166,6 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine_id: Name
     request_id: Name
     num_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
-    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
     ranks: Annotated[tuple[RankOffer, ...], msgspec.Meta(min_length=1, max_length=1024)]
     spans: Annotated[dict[Name, TicketSpan], msgspec.Meta(max_length=256)]
     share: ShareNumber = 0
@@ -202,12 +210,16 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for other in tickets[1:]:
             _check_same_request(first, other)
         ranks = tuple(_known(offer for ticket in tickets for offer in ticket.ranks))
-        lease_s = min(ticket.lease_s for ticket in tickets)
-        return msgspec.structs.replace(first, ranks=ranks, lease_s=lease_s)
+        return msgspec.structs.replace(first, ranks=ranks)
+
+    @property
+    def lease_s(self) -> float:
+        """How long one renewal of all ranks holds the blocks, in seconds."""
+        return min(offer.lease_s for offer in self.ranks)
 
     @property
     def contact(self) -> Contact:
-        """Where its ranks listen."""
+        """Where its ranks listen; not signed."""
         return Contact(
             self.engine_id,
             tuple(

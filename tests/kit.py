@@ -267,9 +267,16 @@ class Impostor:
 
     def ticket(self, request_id: str, block_ids: Sequence[int], tokens: int) -> Ticket:
         """A ticket that leads here."""
-        offer = RankOffer(self.key.rank, self.key.generation, "offer", *self._address)
+        offer = RankOffer(
+            self.key.rank,
+            self.key.generation,
+            "offer",
+            *self._address,
+            lease_s=30.0,
+            expires_at=2**40,
+        )
         spans = {GROUP: TicketSpan(tuple(block_ids))}
-        return Ticket("p", request_id, tokens, 30.0, (offer,), spans)
+        return Ticket("p", request_id, tokens, (offer,), spans)
 
     async def answer(self, framed: FramedStream) -> None:
         """Behave well up to the end of the handshake."""
@@ -319,6 +326,7 @@ class World:
             pool.cache,
             fabric=self.network.fabric(f"{engine_id}-{next(self.numbers)}"),
             streams=streams,
+            wall_clock=self.wall_clock,
             logger=self.logger(),
         ) as engine:
             yield engine
@@ -395,6 +403,10 @@ class World:
         finally:
             if process is not None:
                 process.ended.set()
+
+    def wall_clock(self) -> float:
+        """Unix seconds, which pass with the virtual ones."""
+        return 1.8e9 + trio.current_time()
 
     def logged(self, event: str) -> list[dict[str, Any]]:
         """All log entries of one name."""

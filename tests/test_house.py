@@ -24,18 +24,19 @@ LAYERS = (
     # words
     "protocol.errors protocol.ranges protocol.version protocol.layout",
     # messages
-    "protocol.identity protocol.signing protocol.failure protocol.manifest protocol.ticket protocol.notices protocol.handshake protocol.link",
+    "protocol.identity protocol.failure protocol.manifest protocol.ticket protocol.signing protocol.notices protocol.handshake protocol.link",
     # mechanics
     "protocol.framing protocol.lifecycle",
     # the face of the protocol
     "protocol.__init__",
     # arithmetic
+    "engine.addresses",
     "engine.errors engine.cost engine.config engine.report engine.spans engine.tensors engine.validity",
     "engine.arguments engine.cache engine.coverage engine.runs",
     "engine.sections engine.images engine.selection",
-    "engine.plan engine.claims engine.readers engine.party engine.readiness engine.explain",
+    "engine.plan engine.claims engine.readers engine.party engine.readiness engine.explain engine.trust",
     # hands
-    "engine.fabric engine.streams engine.quarantine engine.guard engine.alarm",
+    "engine.fabric engine.streams engine.tls engine.quarantine engine.guard engine.alarm",
     # motion
     "engine.pump engine.traffic engine.waves engine.finish engine.staging engine.rearrange",
     "engine.agents engine.flight engine.drive engine.after engine.aside",
@@ -75,6 +76,8 @@ THIRD_PARTY = {
     "engine.after": {"trio", "torch"},
     "engine.finish": {"trio", "torch", "numpy", "structlog"},
     "engine.errors": set(),
+    "engine.addresses": set(),
+    "engine.trust": set(),
     "engine.config": set(),
     "engine.cost": set(),
     "engine.images": {"numpy"},

@@ -239,8 +239,10 @@ async def test_a_rank_that_never_calls_is_named_at_the_deadline(autojump_clock) 
         assert parts[1].ended_at == pytest.approx(started + 7.0, abs=0.01)
         # It comes after all: at once, without any work.
         late = Part(engines[2])
+        started = trio.current_time()
         await late.run()
         same(*parts, late, kind=DeadlineExceeded, origin=RANKS[0])
+        assert late.ended_at == started
         await settled(*engines)
 
 
@@ -343,6 +345,36 @@ async def test_nobody_waits_for_a_rank_that_was_started_anew(autojump_clock) -> 
             await process.leave()
 
 
+async def test_the_word_of_a_rank_dies_with_it(autojump_clock) -> None:
+    """It had voted, alone; its next start and the others do not make that "done"."""
+    world = World()
+    async with trio.open_nursery() as nursery:
+        lead = await world.start(nursery, "p", Pool(), rank=RANKS[0])
+        join = address(lead.engine)
+        one, two = [
+            await world.start(nursery, "p", Pool(), rank=rank, join=join)
+            for rank in RANKS[1:]
+        ]
+        for process in (lead, one, two):
+            await process.engine.instance_ready(5.0)
+        early = Part(two.engine)
+        early.may_end.set()
+        nursery.start_soon(early.run)
+        await trio.sleep(0.1)
+        two.kill()
+        again = await world.start(nursery, "p", Pool(), rank=RANKS[2], join=join)
+        await again.engine.instance_ready(5.0)
+        await trio.sleep(0.1)
+        parts = [Part(process.engine) for process in (lead, one)]
+        async with trio.open_nursery() as inner:
+            for part in parts:
+                part.may_end.set()
+                inner.start_soon(part.run)
+        same(*parts, kind=PeerLost, origin=RANKS[2])
+        for process in (again, one, lead):
+            await process.leave()
+
+
 @pytest.mark.parametrize("how", ["killed", "left", "frozen"])
 async def test_the_lead_is_lost(autojump_clock, how) -> None:
     """Every member fails by itself, at once or after the silence; none says done."""
@@ -397,6 +429,23 @@ async def test_an_incomplete_instance_agrees_on_nothing(autojump_clock) -> None:
         await settled(lead)
 
 
+async def test_a_rank_that_cannot_begin_tells_the_others(autojump_clock) -> None:
+    """It has not heard yet that all have joined; they need not wait for it."""
+    world = World()
+    async with (
+        world.joined("p", [Pool()] * 3) as engines,
+        trio.open_nursery() as nursery,
+    ):
+        parts = [Part(engine) for engine in engines]
+        engines[1]._instance.manifest = None
+        for part in parts:
+            nursery.start_soon(part.run)
+        await trio.sleep(0.1)
+        assert isinstance(parts[1].outcome, InstanceIncomplete)
+        same(parts[0], parts[2], kind=InstanceIncomplete, origin=RANKS[1])
+        await settled(*engines)
+
+
 async def test_a_key_names_one_try(autojump_clock) -> None:
     """In use, or used: refused before any work, and the first is not disturbed."""
     world = World()
@@ -425,6 +474,15 @@ async def test_a_key_names_one_try(autojump_clock) -> None:
         with pytest.raises(MisuseError, match="agreed on before"):
             await engines[1].agree("k", parts[0].work)
         await settled(*engines)
+
+
+async def test_a_closed_engine_agrees_on_nothing(autojump_clock) -> None:
+    """Nor does one that is closing; the work is not begun."""
+    world = World()
+    async with world.engine("p", Pool()) as engine:
+        pass
+    with pytest.raises(EngineClosed):
+        await engine.agree("k", Part(engine).work)
 
 
 async def test_one_rank_agrees_with_itself(autojump_clock) -> None:
@@ -474,10 +532,7 @@ async def test_outcomes_agree_whatever_happens(autojump_clock, seed) -> None:
     work had ended well.
     """
     rng, world = random.Random(seed), World()
-    async with (
-        world.joined("p", [Pool()] * 4) as engines,
-        trio.open_nursery() as nursery,
-    ):
+    async with world.joined("p", [Pool()] * 4) as engines:
         for key in map(str, range(10)):
             parts = [
                 Part(

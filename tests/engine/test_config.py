@@ -22,6 +22,8 @@ BASE = {"engine_id": "e", "identity": IDENTITY}
         ("", 0),
         ("::ffff:0.0.0.0", 0),
         ("0:0:0:0:0:0:0:0", 0),
+        ("0", 0),
+        ("*", 0),
     ],
 )
 def test_c3_a_wildcard_cannot_be_advertised(listen) -> None:
@@ -29,12 +31,14 @@ def test_c3_a_wildcard_cannot_be_advertised(listen) -> None:
     with pytest.raises(ConfigError, match="advertise"):
         EngineConfig(**BASE, listen=listen, secret=b"s")
     EngineConfig(**BASE, listen=listen, secret=b"s", advertise="10.0.0.1")
-    with pytest.raises(ConfigError, match="wildcard"):
-        EngineConfig(**BASE, listen=listen, secret=b"s", advertise="0.0.0.0")  # noqa: S104
+    for advertise in ("0.0.0.0", "0", "::", "*"):  # noqa: S104
+        with pytest.raises(ConfigError, match="wildcard"):
+            EngineConfig(**BASE, listen=listen, secret=b"s", advertise=advertise)
 
 
 @pytest.mark.parametrize(
-    "advertise", ["127.0.0.1", "127.9.9.9", "::1", "localhost", "LOCALHOST"]
+    "advertise",
+    ["127.0.0.1", "127.9.9.9", "::1", "localhost", "LOCALHOST", "127.1", "localhost."],
 )
 def test_c3_loopback_cannot_be_advertised_to_others(advertise) -> None:
     """Consumers on other hosts would dial themselves."""
@@ -79,7 +83,7 @@ class Resolves(Streams):
 
 @pytest.mark.parametrize(
     ("host", "named"),
-    [("127.0.1.1", "myhost"), ("0.0.0.0", "0"), ("::", "anywhere")],  # noqa: S104
+    [("127.0.1.1", "myhost"), ("0.0.0.0", "all"), ("::", "anywhere")],  # noqa: S104
 )
 async def test_c3_a_name_that_leads_to_no_address_for_tickets(
     autojump_clock, host, named
@@ -183,3 +187,17 @@ async def test_a_ticket_may_name_anything_as_its_host(host) -> None:
     if host:
         with pytest.raises(OSError, match=r".+"):
             await TcpStreams().dial(host, 1)
+
+
+@pytest.mark.parametrize("join", [("", 1), ("h", 0), ("h", 2**16)])
+def test_a_rank_joins_at_an_address(join) -> None:
+    """Which somebody can listen at."""
+    with pytest.raises(ConfigError, match="join"):
+        EngineConfig(**BASE, rank=Rank(1, 2), join=join)
+    EngineConfig(**BASE, rank=Rank(1, 2), join=("h", 1))
+
+
+def test_one_rank_joins_nobody() -> None:
+    """An instance of one is complete by itself."""
+    with pytest.raises(ConfigError, match="join"):
+        EngineConfig(**BASE, join=("h", 1))

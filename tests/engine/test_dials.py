@@ -21,12 +21,13 @@ from kvferry.engine import (
 from kvferry.engine.dials import LONGEST_REDIAL_S, Dials
 from kvferry.engine.fabric import MemoryStreams
 from kvferry.engine.handshake import Credentials, greet
+from kvferry.engine.trust import Trust
 from kvferry.protocol.handshake import Card
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.ticket import RankOffer
 from tests.kit import GROUP, IDENTITY, Impostor, Pool, World, address
 
-HERE = RankOffer(Rank(), "1", "offer", "127.0.0.1", 9)
+HERE = RankOffer(Rank(), "1", "offer", "127.0.0.1", 9, 30.0, 2**40)
 
 
 def key_of(number: int) -> EngineKey:
@@ -52,6 +53,7 @@ class Silent(MemoryStreams):
 def dials_of(world, streams, nursery, *, seed=0, **config) -> Dials:
     """Dials that nobody has used yet; whoever is reached is a failure of the test."""
     card = Card(IDENTITY, Pool().cache.layout, b"")
+    settings = EngineConfig(engine_id="c", identity=IDENTITY, **config)
     ours = Credentials(EngineKey("c", "1", Rank()), card, b"", frozenset())
 
     async def talk(key, framed) -> None:
@@ -59,9 +61,10 @@ def dials_of(world, streams, nursery, *, seed=0, **config) -> Dials:
         pytest.fail("somebody answered")
 
     return Dials(
-        EngineConfig(engine_id="c", identity=IDENTITY, **config),
+        settings,
         streams,
         nursery,
+        trust=Trust(settings, wall_clock=world.wall_clock),
         talk=talk,
         rng=random.Random(seed),
         log=world.logger(),

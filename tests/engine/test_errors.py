@@ -109,6 +109,16 @@ async def withdrawn(scene: Scene) -> FerryError:
     return await scene.error_after(offer.withdraw, offer.ticket)
 
 
+async def differing(scene: Scene) -> FerryError:
+    pools = [Pool(tp=(i, 2)) for i in range(2)]
+    ranks = await scene.stack.enter_async_context(scene.world.joined("pp", pools))
+    tickets = [
+        engine.offer("r", {GROUP: [number, 3]}, num_tokens=7).ticket
+        for number, engine in enumerate(ranks)
+    ]
+    return await scene.error(tickets[0])
+
+
 async def expired(scene: Scene) -> FerryError:
     ticket = scene.offer().ticket
     await trio.sleep(4)
@@ -212,6 +222,7 @@ CASES = [
         lambda s: s.error(blocks={GROUP: face.Span(OURS)}, computed_tokens=2),
         "connecting",
     ),
+    Case("UntrustedTicket", lambda s: s.error(s.altered(host="10.0.0.9")), "new"),
     Case("PeerUnreachable", unreachable, "connecting"),
     Case("HandshakeRefused", refused, "connecting"),
     Case("WrongPeer", lambda s: s.error(s.altered(generation="earlier")), "connecting"),
@@ -220,8 +231,10 @@ CASES = [
     Case("UnknownOffer", lambda s: s.error(s.altered(offer_id="x")), "reading", True),
     Case("OfferSpent", spent, "reading", is_touched=True),
     Case("OfferWithdrawn", withdrawn, "reading", is_touched=True),
+    Case("OfferDiffers", differing, "planned"),
     Case("TransferFailed", failed, "reading", is_touched=True),
     Case("TransferFailed", forgotten, "reading", is_touched=True),
+    Case("TicketExpired", lambda s: s.error(s.altered(expires_at=0)), "new"),
     Case("LeaseExpired", expired, "reading", is_touched=True),
     Case("DeadlineExceeded", late, "reading", is_touched=True),
     Case("EngineClosed", closing, "reading", is_touched=True),
@@ -236,6 +249,7 @@ NOT_BY_A_PULL = {
     "PushAborted": "a landing",
     "PushRevoked": "a push",
     "IncompletePush": "a push",
+    "InstanceIncomplete": "an instance",
 }
 FAMILIES = {"FerryError", "PeerError", "TransferError", OfferRefused.__name__}
 """Only their members are raised."""

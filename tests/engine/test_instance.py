@@ -8,6 +8,7 @@ import trio.testing
 
 from kvferry.engine import (
     ConfigError,
+    DeadlineExceeded,
     EngineClosed,
     EngineConfig,
     HandshakeRefused,
@@ -116,11 +117,12 @@ async def test_ranks_twice_are_refused_until_the_first_is_gone(autojump_clock) -
     """Both generations are named; the second takes over once the first has ended."""
     world = World()
     async with trio.open_nursery() as nursery:
-        lead, first, second = [
-            await world.start(nursery, "p", Pool(), **joining(rank))
-            for rank in (ranks(3)[0], ranks(3)[1], ranks(3)[1])
-        ]
-        await trio.sleep(5.0)
+        processes = []
+        for rank in (ranks(3)[0], ranks(3)[1], ranks(3)[1]):
+            process = await world.start(nursery, "p", Pool(), **joining(rank))
+            processes.append(process)
+            await trio.sleep(5.0)
+        lead, first, second = processes
         for process in (lead, second):
             with pytest.raises(InstanceIncomplete) as caught:
                 await process.engine.instance_ready(0.0)
@@ -208,6 +210,8 @@ async def test_a_member_needs_no_listener(autojump_clock) -> None:
         world.engine("c", Pool(), listen=None, **joining(ranks(2)[1])) as member,
         world.engine("d", Pool()) as other,
     ):
+        with pytest.raises(ConfigError, match="listen=None"):
+            _ = member.contact  # of itself, before it has joined
         for engine in (lead, member):
             await engine.instance_ready(5.0)
             with pytest.raises(ConfigError, match=str(ranks(2)[1])):
@@ -302,6 +306,41 @@ class Silent(trio.abc.Stream):
         """The other side does not hear of it."""
         if not self._cable.is_unplugged:
             await self._inner.aclose()
+
+
+async def test_whoever_asks_too_early_may_ask_again_at_once(autojump_clock) -> None:
+    """An instance that is not whole yet has answered: it is not left alone for it."""
+    world = World()
+    async with (
+        world.engine("p", Pool(), **joining(ranks(2)[0])) as lead,
+        world.engine("c", Pool(), redial_s=30.0) as consumer,
+    ):
+        for _ in range(3):
+            with pytest.raises(InstanceIncomplete, match=str(ranks(2)[1])) as caught:
+                await consumer.discover("p", address(lead))
+            assert caught.value.peer == "p@127.0.0.1:45000"
+        async with world.engine("p", Pool(), **joining(ranks(2)[1])):
+            await lead.instance_ready(5.0)
+            assert await consumer.discover("p", address(lead)) == lead.contact
+        assert world.logged("connect_failed") == []
+
+
+async def test_asking_ends_at_its_deadline(autojump_clock) -> None:
+    """Somebody is there and does not answer; whoever is sooner fed up says so."""
+    world = World()
+    async with (
+        world.engine("p", Pool()) as other,
+        world.engine("c", Pool()) as consumer,
+    ):
+        world.streams.freeze(*address(other))
+        started = trio.current_time()
+        with pytest.raises(DeadlineExceeded):
+            await consumer.discover("p", address(other), deadline_s=3.0)
+        assert trio.current_time() - started == pytest.approx(3.0)
+        with pytest.raises(PeerUnreachable):
+            await consumer.discover("p", address(other))
+        assert trio.current_time() - started == pytest.approx(10.0)
+        world.streams.thaw(*address(other))
 
 
 @pytest.mark.parametrize("end", ["killed", "left", "unplugged"])
@@ -455,16 +494,14 @@ async def test_ranks_send_to_each_other(autojump_clock) -> None:
             engine._instance.on_relayed = hear
         for engine in engines:
             for other in engines:
-                engine._instance.send(
-                    other.key.rank, Spare("r", "digest", 0, (Rank(),))
-                )
+                engine._instance.send(other.key.rank, Spare("r", None, (Rank(),)))
         await trio.sleep(1.0)
         assert sorted(heard) == [(a, b) for a in range(3) for b in range(3)]
         world.streams.cut(*address(engines[0]))
         await trio.sleep(0.01)
         for engine, error in ((engines[0], InstanceIncomplete), (engines[1], PeerLost)):
             with pytest.raises(error):
-                engine._instance.send(ranks(3)[2], Spare("r", "digest", 0, (Rank(),)))
+                engine._instance.send(ranks(3)[2], Spare("r", None, (Rank(),)))
 
 
 async def test_what_a_message_breaks_ends_nothing(autojump_clock) -> None:
@@ -473,8 +510,8 @@ async def test_what_a_message_breaks_ends_nothing(autojump_clock) -> None:
     async with world.joined("p", [Pool(), Pool()]) as (lead, member):
         for engine in (lead, member):
             engine._instance.on_relayed = lambda *_: 1 / 0
-        lead._instance.send(ranks(2)[1], Spare("r", "digest", 0, (Rank(),)))
-        member._instance.send(ranks(2)[0], Spare("r", "digest", 0, (Rank(),)))
+        lead._instance.send(ranks(2)[1], Spare("r", None, (Rank(),)))
+        member._instance.send(ranks(2)[0], Spare("r", None, (Rank(),)))
         await trio.sleep(1.0)
         assert len(world.logged("relay_failed")) == 2
         await is_ready(lead, member)

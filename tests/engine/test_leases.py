@@ -314,7 +314,8 @@ async def test_a_ticket_with_an_absurd_lease_does_not_flood_the_link(
     world, producer, consumer = World(), Pool(), Pool()
     async with world.pair(producer, consumer, **SLOW) as (prefill, decode):
         offer = offered(prefill, producer)
-        ticket = msgspec.structs.replace(offer.ticket, lease_s=1e-9)
+        entry = msgspec.structs.replace(offer.ticket.ranks[0], lease_s=1e-9)
+        ticket = msgspec.structs.replace(offer.ticket, ranks=(entry,))
         world.network.faults.add(TransferFault(fabric="c-*", delay_s=2.0))
         await decode.pull(ticket, {GROUP: [3]})
         (ended,) = [e for e in world.logged("offer_ended") if e["request"] == "r"]

@@ -506,16 +506,6 @@ async def come(
     return framed, answer
 
 
-@pytest.mark.parametrize("purpose", [Purpose.JOIN, Purpose.ASK])
-async def test_an_engine_without_an_instance_says_so(autojump_clock, purpose) -> None:
-    """Nobody joins it or asks it: a typed refusal."""
-    world = World()
-    async with world.engine("p", Pool()) as prefill:
-        with pytest.raises(HandshakeRefused, match=purpose.value) as caught:
-            await come(world, prefill, purpose)
-        assert caught.value.reason == RefusalReason.PURPOSE.value
-
-
 async def test_who_asks_is_answered_and_has_no_link(autojump_clock) -> None:
     """One question, one answer; then the stream is closed."""
     world, instance = World(), Instance()

@@ -21,15 +21,18 @@ from kvferry.engine import (
     OfferOutcome,
     OfferWithdrawn,
     PeerLost,
+    PeerUnreachable,
     Rank,
+    Span,
     TransferFailed,
+    UntrustedTicket,
     WrongPeer,
 )
 from kvferry.engine.fabric import CallFault, TransferFault
 from kvferry.engine.readers import reader_table
 from kvferry.protocol import BadTicket, Contact, Ticket
 from kvferry.protocol.link import Confirmed
-from tests.kit import GROUP, STATE, Pool, World, agent, at_base
+from tests.kit import GROUP, STATE, Pool, World, address, agent, at_base
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -346,6 +349,93 @@ async def test_a_rank_that_is_not_needed_may_be_out_of_reach(autojump_clock) -> 
         await decode[1].pull(ticket, {GROUP: OURS, STATE: [0]})
         assert connected(decode[1]) == {2, 3}
     consumer.check(OURS, num_tokens=TOKENS)
+
+
+async def test_a_rank_that_hangs_does_not_keep_the_manifest(autojump_clock) -> None:
+    """It accepts and never answers: another one is asked, long before it is given up."""
+    world, producers = World(), sharded(4, heads=4, slots=3)
+    consumers = sharded(2, heads=4, slots=3)
+    async with (
+        world.joined("p", producers) as prefill,
+        world.joined("c", consumers, connect_timeout_s=10.0) as decode,
+    ):
+        offers = offered(prefill, producers)
+        world.streams.freeze(*address(prefill[1]))  # whom rank 1 asks first
+        began_at = trio.current_time()
+        await decode[1].pull(offers[0].ticket, {GROUP: OURS, STATE: [0]})
+        assert trio.current_time() - began_at < 1.0
+        world.streams.thaw(*address(prefill[1]))
+        await decode[0].pull(offers[0].ticket, {GROUP: OURS, STATE: [0]})
+        await settled(*prefill, *decode)
+    for pool in consumers:
+        pool.check(OURS, num_tokens=TOKENS)
+
+
+async def test_nobody_answers_for_an_instance(autojump_clock) -> None:
+    """All of its ranks are out of reach: the pull fails with what the first one did."""
+    world, producers, consumer = World(), sharded(2, slots=3), Pool(slots=3)
+    async with (
+        world.joined("p", producers) as prefill,
+        world.engine("c", consumer) as decode,
+    ):
+        offers = offered(prefill, producers)
+        away = [
+            msgspec.structs.replace(rank, port=number + 8)
+            for number, rank in enumerate(offers[0].ticket.ranks)
+        ]
+        ticket = msgspec.structs.replace(offers[0].ticket, ranks=tuple(away))
+        with pytest.raises(PeerUnreachable) as caught:
+            await decode.pull(ticket, {GROUP: OURS, STATE: [0]})
+        assert caught.value.phase == "connecting"
+        for offer in offers:
+            offer.withdraw()
+        await settled(decode)
+    assert consumer.is_untouched()
+
+
+@pytest.mark.parametrize(("theirs", "ours", "heads"), SHAPES)
+async def test_p4_a_full_hit_frees_every_rank(
+    autojump_clock, theirs, ours, heads
+) -> None:
+    """Nothing is read: those who would have been, and the spare ones, are told."""
+    world = World()
+    producers = sharded(theirs, heads=heads, slots=3)
+    consumers = sharded(ours, heads=heads, slots=3)
+    async with (
+        world.joined("p", producers) as prefill,
+        world.joined("c", consumers) as decode,
+    ):
+        offers = offered(prefill, producers)
+        for engine in decode:
+            blocks = {GROUP: [], STATE: Span([], 0)}
+            await engine.pull(offers[0].ticket, blocks, computed_tokens=8)
+        with trio.fail_after(1.0):
+            for offer in offers:
+                assert await offer.wait() is OfferOutcome.RELEASED
+        await settled(*prefill, *decode)
+
+
+async def test_one_rank_signs_for_all(autojump_clock) -> None:
+    """With a secret: the ticket, the contact, the question and the links are proved."""
+    world, secret = World(), {"secret": b"between us"}
+    producers = sharded(4, heads=2, slots=3)
+    consumers = sharded(2, heads=2, slots=3)
+    async with (
+        world.joined("p", producers, **secret) as prefill,
+        world.joined("c", consumers, **secret) as decode,
+    ):
+        offers = offered(prefill, producers)
+        ticket = Ticket.from_dict(offers[2].ticket.to_dict())
+        altered = msgspec.structs.replace(ticket.ranks[0], host="10.0.0.1")
+        strange = msgspec.structs.replace(ticket, ranks=(altered, *ticket.ranks[1:]))
+        with pytest.raises(UntrustedTicket):
+            await decode[0].pull(strange, {GROUP: OURS, STATE: [0]})
+        await pull_all(decode, ticket)
+        with trio.fail_after(0.1):
+            for offer in offers:
+                assert await offer.wait() is OfferOutcome.RELEASED
+    for pool in consumers:
+        pool.check(OURS, num_tokens=TOKENS)
 
 
 async def test_o1_a_ticket_of_an_earlier_start_of_the_instance(autojump_clock) -> None:

@@ -167,7 +167,8 @@ async def test_o8_no_handshake_no_finish_stage(autojump_clock, how, tokens) -> N
     """The destination is untouched: not even the tails are zeroed."""
     world, producer, consumer = World(), Pool(), Pool()
     theirs = {"secret": b"1", "identity": IDENTITY}
-    ours = dict(theirs)
+    # Or the ticket itself would be refused, and nobody dialled.
+    ours = {**theirs, "trusted": ["127.0.0.1"]}
     if how == "refused":
         ours["identity"] = msgspec.structs.replace(IDENTITY, revision="2")
     elif how == "secret":

@@ -405,7 +405,7 @@ async def test_the_wrong_secret_sees_no_metadata(autojump_clock) -> None:
     world, producer, consumer = World(), Pool(), Pool()
     async with (
         world.engine("p", producer, secret=b"right") as prefill,
-        world.engine("c", consumer, secret=b"wrong") as decode,
+        world.engine("c", consumer, secret=b"wrong", trusted=["127.0.0.1"]) as decode,
     ):
         offer = prefill.offer("r", producer.stamp([1], num_tokens=4), num_tokens=4)
         with pytest.raises(HandshakeRefused, match="secret") as caught:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
-from kvferry.engine import ImpossiblePlan, Rank
+from kvferry.engine import ImpossiblePlan, ProtocolViolation, Rank
 from kvferry.engine.plan import prepare_plan
 from kvferry.engine.readers import providers, reader_table
+from kvferry.engine.sources import of_these
+from kvferry.protocol import EngineKey
 from tests.kit import Pool
 from tests.planning import Case, cases
 
@@ -100,3 +102,19 @@ def test_a_head_that_nobody_holds_is_a_reason() -> None:
     del producers[Rank(1, 2)]
     with pytest.raises(ImpossiblePlan, match="nobody"):
         dict(reader_table(ranks(1, heads=2), producers))
+
+
+class Known(NamedTuple):
+    """A rank that is connected."""
+
+    key: EngineKey
+
+
+def test_a_rank_that_is_not_what_its_manifest_tells() -> None:
+    """By what the connected ranks show, another one would be needed: named, not read."""
+    keys = [EngineKey("p", "g", rank) for rank in Rank(tp_size=2).instance()]
+    layouts = dict(zip(keys, ranks(2, heads=2).values(), strict=True))
+    plan = prepare_plan(ranks(1, heads=2)[Rank()], layouts)
+    with pytest.raises(ProtocolViolation, match="tp1of2"):
+        of_these(plan, [Known(keys[0])])
+    assert of_these(plan, [Known(key) for key in keys]).peers == plan.peers

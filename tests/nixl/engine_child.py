@@ -15,7 +15,14 @@ import structlog
 import trio
 
 import kvferry.engine.fabric.nixl  # noqa: F401 - seconds, before anything is timed
-from kvferry.engine import EngineConfig, Rank, Span, open_engine
+from kvferry.engine import (
+    EngineConfig,
+    FerryError,
+    Rank,
+    Span,
+    TransferFailed,
+    open_engine,
+)
 from kvferry.engine.fabric.base import Operation
 from kvferry.engine.waves import cut
 from kvferry.protocol import ModelIdentity, Ticket
@@ -46,10 +53,6 @@ class Told(PushCommands):
         self._nursery = nursery
         self._offers: dict[str, Offer] = {}
         self._begun: dict[str, Begun] = {}
-
-    async def ready(self) -> Any:
-        """Wait until every rank of the instance has joined."""
-        await self._engine.instance_ready(10.0)
 
     # The producer's side.
 
@@ -195,6 +198,34 @@ class Told(PushCommands):
             engine._fabric._transfers.discard(transfer)
         return len(in_flight)
 
+    # One rank of an instance.
+
+    async def ready(self) -> Any:
+        """The instance's contact, once all of it is there; or the error."""
+        try:
+            await self._engine.instance_ready(30.0)
+        except FerryError as error:
+            return {"error": type(error).__name__, "detail": error.detail}
+        return self._engine.contact.to_dict()
+
+    async def discover(self, engine_id: str, address: list[Any]) -> Any:
+        host, port = address
+        return (await self._engine.discover(engine_id, (host, port))).to_dict()
+
+    async def agree(self, key: str, work_s: float, fails: bool) -> Any:
+        """What becomes of an agreement whose work takes so long here."""
+
+        async def work() -> str:
+            await trio.sleep(work_s)
+            if fails:
+                raise TransferFailed("told to fail")
+            return "done"
+
+        try:
+            return await self._engine.agree(key, work)
+        except FerryError as error:
+            return {"error": type(error).__name__, "origin": error.origin}
+
     # Either side.
 
     async def check(
@@ -268,15 +299,8 @@ def _config(settings: dict[str, Any]) -> EngineConfig:
     }
     identity = ModelIdentity(**{**facts, **settings.pop("identity", {})})
     secret = settings.pop("secret", "").encode()
-    rank = Rank(*settings.pop("rank", (0, 1)))
-    join = settings.pop("join", None)
-    return EngineConfig(
-        identity=identity,
-        secret=secret,
-        rank=rank,
-        join=join and tuple(join),
-        **settings,
-    )
+    settings["rank"] = Rank(**settings.get("rank", {}))
+    return EngineConfig(identity=identity, secret=secret, **settings)
 
 
 if __name__ == "__main__":

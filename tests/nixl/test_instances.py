@@ -109,11 +109,17 @@ def test_a_killed_rank_fails_the_request_on_every_rank() -> None:
     pool = {"blocks": 64, "block_size": 16, "heads": 16, "dim": 64}
     config = {"lease_s": 30.0, "poll_s": 0.005, "env": TCP}
     with (
-        engine("p", rank=[0, 2], pool={**pool, "tp": [0, 2]}, **config) as first,
+        engine(
+            "p", rank={"tp": 0, "tp_size": 2}, pool={**pool, "tp": [0, 2]}, **config
+        ) as first,
         Child(SCRIPT, env=TCP) as readers,
     ):
         join = first.hear()["address"]
-        one = {"rank": [1, 2], "join": join, "pool": {**pool, "tp": [1, 2]}}
+        one = {
+            "rank": {"tp": 1, "tp_size": 2},
+            "join": join,
+            "pool": {**pool, "tp": [1, 2]},
+        }
         with engine("p", **one, **config) as second:
             second.hear()
             first.ask("ready")

@@ -152,9 +152,14 @@ def test_e3_a_peer_that_accepts_and_never_answers(
             "HandshakeRefused",
             "revision: 2 here, 1 there",
         ),
-        ({"secret": "another"}, "HandshakeRefused", "secret"),
+        (
+            {"secret": "another", "trusted": ["127.0.0.1"]},
+            "HandshakeRefused",
+            "secret",
+        ),
+        ({"secret": "another"}, "UntrustedTicket", "signed"),
     ],
-    ids=["revision", "secret"],
+    ids=["revision", "secret", "unsigned"],
 )
 def test_c1_o8_a_mismatch_is_refused_before_any_data(
     producer: Child, settings: dict[str, Any], error: str, names: str

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.protocol import handshake, link, notices
 from kvferry.protocol.errors import BadTicket, FerryError, ProtocolViolation
+from kvferry.protocol.failure import Failure
 from kvferry.protocol.handshake import (
     Card,
     Hello,
@@ -67,8 +68,18 @@ TICKET = Ticket(
     engine_id="prefill-0",
     request_id="req-1",
     num_tokens=37,
-    lease_s=30.0,
-    ranks=(RankOffer(Rank(), "3f2a", "o-1", "10.0.0.1", 7000),),
+    ranks=(
+        RankOffer(
+            Rank(),
+            "3f2a",
+            "o-1",
+            "10.0.0.1",
+            7000,
+            lease_s=30.0,
+            expires_at=1_800_000_000,
+            signature="0f" * 32,
+        ),
+    ),
     spans={"full": TicketSpan((3, None, 9), 0), "mamba": TicketSpan((2,))},
 )
 
@@ -133,6 +144,10 @@ MESSAGES: tuple[link.LinkMessage, ...] = (
     link.Aborted("r", 3, link.AbortedReason.INCOMPLETE, "why"),
     link.Revoke("r", 3),
     link.Revoked("r", 3),
+    link.Relay(Rank(), link.Spare("r", SOUGHT, (Rank(),))),
+    link.Roster(None, (Rank(),), Failure("PeerLost", Rank(), "why", "p", "x", "r")),
+    link.Vote("k", "f00", 3.0, Failure("PeerLost", Rank(), "why")),
+    link.Verdict("k", Failure("PeerLost", Rank(), "why")),
     link.Goodbye("closing"),
     link.Ping(),
     link.Pong(),

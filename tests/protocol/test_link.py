@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import ProtocolViolation
+from kvferry.protocol.failure import Failure
 from kvferry.protocol.framing import MAX_LINK_BYTES, encode_frame
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.layout import (
@@ -38,13 +39,23 @@ from kvferry.protocol.link import (
     RefusedReason,
     Register,
     Registered,
+    Relay,
     Renew,
     Revoke,
     Revoked,
+    Roster,
     Sought,
     Spare,
+    Verdict,
+    Vote,
     decode_message,
     encode_message,
+)
+from kvferry.protocol.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    Member,
+    encode_body,
 )
 from kvferry.protocol.notices import TOKEN_BYTES
 from kvferry.protocol.ticket import TicketSpan
@@ -91,8 +102,23 @@ def sheet(heads: int = 2, *, layers: int = 1, regions: int = 0) -> CacheLayout:
     return CacheLayout((region,) * regions, (GroupLayout("full", 16, 113, fields),))
 
 
+def manifest(size: int, *, layers: int = 1) -> Manifest:
+    """An instance of so many ranks."""
+    return Manifest(
+        "p",
+        tuple(
+            Member(rank, "g", "10.0.0.1", 7, sheet(layers=layers))
+            for rank in Rank(tp_size=size).instance()
+        ),
+    )
+
+
 sought = st.builds(Sought, ids, numbers, ids)
 offers = ids | sought
+spares = st.builds(Spare, ids, st.none() | sought, readers)
+failures = st.builds(
+    Failure, st.text("aB", max_size=64), ranks, details, *[st.none() | details] * 3
+)
 sheets = st.builds(sheet, st.integers(1, 8), layers=st.integers(0, 3))
 messages = st.one_of(
     st.builds(Renew, ids, offers, attempts, readers),
@@ -100,7 +126,6 @@ messages = st.one_of(
     st.builds(Confirmed, keys, ids, attempts, attempts),
     st.builds(Refused, ids, attempts, st.sampled_from(RefusedReason)),
     st.builds(Decline, ids, offers, readers, details),
-    st.builds(Spare, ids, st.none() | sought, readers),
     st.builds(OfferReady, ids, attempts, ids),
     st.builds(Claim, numbers, st.lists(sheets, max_size=3).map(tuple)),
     st.builds(Register, ids, attempts, leases, numbers, tokens, counts, spans, readers),
@@ -111,6 +136,22 @@ messages = st.one_of(
     st.builds(Aborted, ids, attempts, st.sampled_from(AbortedReason), details),
     st.builds(Revoke, ids, attempts),
     st.builds(Revoked, ids, attempts),
+    spares,
+    st.builds(Relay, ranks, spares),
+    st.builds(
+        Roster,
+        st.none() | st.builds(manifest, st.integers(1, 4)),
+        st.lists(ranks, max_size=4).map(tuple),
+        st.none() | failures,
+    ),
+    st.builds(
+        Vote,
+        ids,
+        st.text("0f", max_size=64),
+        st.floats(0, 86_400),
+        st.none() | failures,
+    ),
+    st.builds(Verdict, ids, st.none() | failures),
     st.builds(Goodbye, details),
     st.sampled_from([Ping(), Pong()]),
 )
@@ -193,6 +234,19 @@ TOO_MUCH: list[LinkMessage] = [
     Finished("r", 0, 1, 1, -1),
     Finished("r", 0, 1, 1, 2**62),
     Aborted("r", 0, AbortedReason.FAILED, "x" * 1025),
+    Spare("", None, (RANK,)),
+    Roster(None, (RANK,) * 1025),
+    Vote("", "", 0.0),
+    Vote(LONG, "", 0.0),
+    Vote("k", "x" * 65, 0.0),
+    Vote("k", "", -1.0),
+    Vote("k", "", float("nan")),
+    Vote("k", "", 86_401.0),
+    Vote("k", "", 0.0, Failure("x" * 65, RANK, "")),
+    Vote("k", "", 0.0, Failure("", RANK, "x" * 1025)),
+    Verdict("", None),
+    Verdict(LONG, None),
+    Verdict("k", Failure("", RANK, "", "x" * 1025)),
     *(
         plain(*values)
         for plain in (_ready, Registered, Extend, Landed, Revoke, Revoked)
@@ -214,6 +268,7 @@ def test_the_largest_messages_fit_into_a_frame() -> None:
     rank = Rank(2**16 - 1, 2**16, 2**16 - 1, 2**16)
     key = EngineKey(wide * 256, wide * 64, rank)
     last = 2**62 - 1
+    failure = Failure("k" * 64, rank, *[wide * 1024] * 4)
     largest = (
         registration(readers=(rank,) * 1024, request_id=wide * 256),
         Aborted(wide * 256, last, AbortedReason.INCOMPLETE, wide * 1024),
@@ -221,6 +276,9 @@ def test_the_largest_messages_fit_into_a_frame() -> None:
         Renew(wide * 256, wide * 64, last, (rank,) * 1024),
         Confirmed(key, wide * 256, last, last),
         Decline(wide * 256, wide * 64, (Rank(),), wide * 1024),
+        Vote(wide * 256, "f" * 64, 1.0, failure),
+        Verdict(wide * 256, failure),
+        Roster(None, (rank,) * 1024, failure),
         Goodbye(wide * 1024),
     )
     for message in largest:
@@ -242,6 +300,18 @@ def test_a_claim_of_a_large_model_fits_into_a_frame() -> None:
     """A thousand layers, each with its own field: what a rank can hold, it can claim."""
     payload = encode_message(Claim(1, (sheet(8, layers=1000),)))
     encode_frame(payload, limit_bytes=MAX_LINK_BYTES)
+
+
+def test_the_longest_manifest_fits_into_a_frame() -> None:
+    """What the lead takes, it can tell: all of it, and why it was not whole before."""
+    longest = manifest(128, layers=230)
+    size = len(encode_body(longest))
+    assert MAX_MANIFEST_BYTES * 0.9 < size < MAX_MANIFEST_BYTES
+    failure = Failure("k" * 64, RANK, *["🚢" * 1024] * 4)
+    # As many bytes more as the bound allows.
+    slack = MAX_MANIFEST_BYTES - size
+    payload = encode_message(Roster(longest, (), failure))
+    assert len(payload) + slack < MAX_LINK_BYTES
 
 
 def test_an_unknown_message_is_refused() -> None:

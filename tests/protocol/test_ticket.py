@@ -24,8 +24,7 @@ TICKET = Ticket(
     engine_id="prefill-0",
     request_id="req-1",
     num_tokens=37,
-    lease_s=30.0,
-    ranks=(RankOffer(Rank(), "3f2a", "o-1", "10.0.0.1", 7000),),
+    ranks=(RankOffer(Rank(), "3f2a", "o-1", "10.0.0.1", 7000, 30.0, 1_800_000_000),),
     spans={"full": TicketSpan((3, None, 9), 16), "mamba": TicketSpan((2,))},
 )
 
@@ -35,13 +34,23 @@ spans = st.builds(
     TicketSpan, st.lists(blocks, max_size=6).map(tuple), st.integers(0, 2**40 - 1)
 )
 ranks = st.builds(Rank, tp=st.integers(0, 2**16 - 1), tp_size=st.integers(1, 2**16))
-offers = st.builds(RankOffer, ranks, names, names, names, st.integers(1, 2**16 - 1))
+offers = st.builds(
+    RankOffer,
+    ranks,
+    names,
+    names,
+    names,
+    st.integers(1, 2**16 - 1),
+    lease_s=st.floats(0, 86_400, exclude_min=True),
+    expires_at=st.integers(0, 2**53 - 1),
+    ready=st.booleans(),
+    signature=st.binary(max_size=32).map(bytes.hex),
+)
 tickets = st.builds(
     Ticket,
     engine_id=names,
     request_id=names,
     num_tokens=st.integers(1, 2**40 - 1),
-    lease_s=st.floats(0, 86_400, exclude_min=True),
     ranks=st.lists(offers, min_size=1, max_size=4, unique_by=lambda o: o.rank).map(
         tuple
     ),
@@ -93,11 +102,6 @@ OUT_OF_BOUNDS: list[tuple[str, Any]] = [
     ("num_tokens", 37.5),
     ("num_tokens", "37"),
     ("num_tokens", True),
-    ("lease_s", 0),
-    ("lease_s", -1),
-    ("lease_s", 86_401),
-    ("lease_s", float("nan")),
-    ("lease_s", float("inf")),
     ("ranks", []),
     ("ranks", [{"rank": {}, "host": "", "port": 1}]),
     ("ranks", [{"rank": {}, "host": "h", "port": 0}]),
@@ -131,6 +135,41 @@ def test_a_value_out_of_its_bounds_is_no_ticket(name: str, value: object) -> Non
         Ticket.from_dict({**TICKET.to_dict(), name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("generation", ""),
+        ("offer_id", "x" * 65),
+        ("host", ""),
+        ("host", "x" * 257),
+        ("port", 0),
+        ("port", 2**16),
+        ("lease_s", 0),
+        ("lease_s", -1),
+        ("lease_s", 86_401),
+        ("lease_s", float("nan")),
+        ("lease_s", float("inf")),
+        ("lease_s", None),
+        ("expires_at", -1),
+        ("expires_at", 2**53),
+        ("expires_at", 1.5),
+        ("expires_at", None),
+        ("ready", 1),
+        ("signature", "0" * 65),
+        ("signature", "not hex"),
+        ("signature", "é"),
+        ("signature", None),
+        ("something", "else"),
+    ],
+)
+def test_an_entry_out_of_its_bounds_is_no_ticket(name: str, value: object) -> None:
+    """Each rank's offer is checked as strictly."""
+    plain = TICKET.to_dict()
+    plain["ranks"][0][name] = value
+    with pytest.raises(BadTicket):
+        Ticket.from_dict(plain)
+
+
 REQUIRED = TICKET.to_dict().keys() - {"share", "instance", "protocol"}
 
 
@@ -154,9 +193,10 @@ def test_a_ticket_that_is_too_long_is_not_decoded() -> None:
         Ticket.from_bytes(bytes(MAX_TICKET_BYTES + 1))
 
 
-def of_rank(tp: int, **changes: Any) -> Ticket:
+def of_rank(tp: int, *, lease_s: float = 30.0, **changes: Any) -> Ticket:
     """What one of two ranks makes of the same request."""
-    offer = RankOffer(Rank(tp, 2), f"g{tp}", f"o{tp}", "10.0.0.1", 7000 + tp)
+    address = ("10.0.0.1", 7000 + tp)
+    offer = RankOffer(Rank(tp, 2), f"g{tp}", f"o{tp}", *address, lease_s, 1_800_000_000)
     return msgspec.structs.replace(TICKET, **{"ranks": (offer,), **changes})
 
 

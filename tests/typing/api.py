@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+from functools import partial
 from typing import assert_type
 
 import torch
@@ -12,6 +14,8 @@ from kvferry.engine import (
     AttentionGroup,
     EngineConfig,
     FerryError,
+    HandshakeRefused,
+    InstanceIncomplete,
     KVCache,
     Offer,
     OfferOutcome,
@@ -26,8 +30,10 @@ from kvferry.engine import (
     StateGroup,
     StatePart,
     StateTensor,
+    TicketExpired,
     TransferEngine,
     TransferReport,
+    UntrustedTicket,
     open_engine,
     tp_shard,
 )
@@ -81,6 +87,10 @@ async def serve(cache: KVCache) -> None:
         identity=ModelIdentity(model="org/name", revision="abc", dtype="bfloat16"),
         rank=Rank(tp=0, tp_size=2),
         listen=("127.0.0.1", 0),
+        secret=b"32 random bytes",
+        tls_listen=ssl.create_default_context(ssl.Purpose.CLIENT_AUTH),
+        tls_dial=ssl.create_default_context(),
+        trusted=["10.0.0.0/8", ("decode-0", 7000)],
     )
     async with open_engine(config, cache) as engine:
         assert_type(engine, TransferEngine)
@@ -98,6 +108,12 @@ async def serve(cache: KVCache) -> None:
                 deadline_s=3.0,
                 after=torch.cuda.Event(),  # type: ignore[no-untyped-call]
             )
+        except UntrustedTicket as error:
+            assert_type(error.peer, str | None)
+        except TicketExpired as error:
+            assert_type(error.detail, str)
+        except HandshakeRefused as error:
+            assert_type(error.reason, str)
         except PeerError as error:
             assert_type(error.untrusted, dict[str, Ranges])
         except FerryError as error:
@@ -128,6 +144,32 @@ async def push(
         await stream.ready(layers=["layers.1"], after=computed.wait)
         assert_type(stream.written_bytes, int)
     assert_type(stream.report, PushReport | None)
+
+
+async def together(cache: KVCache, ticket: Ticket) -> None:
+    """One rank of an instance, and one outcome for all of them."""
+    config = EngineConfig(
+        engine_id="decode-0",
+        identity=ModelIdentity(model="org/name", revision="abc", dtype="bfloat16"),
+        rank=Rank(tp=1, tp_size=2),
+        join=("10.0.0.1", 7000),
+        secret=b"of all",
+    )
+    async with open_engine(config, cache) as engine:
+        try:
+            await engine.instance_ready(deadline_s=60.0)
+        except InstanceIncomplete as error:
+            assert_type(error.detail, str)
+        assert_type(engine.contact.instance, str)
+        found = await engine.discover("prefill-0", ("10.0.0.2", 7000))
+        assert_type(found, Contact)
+        pull = partial(engine.pull, ticket, {"full": [5, 6]})
+        try:
+            report = await engine.agree("pull req-1", pull, deadline_s=9.0)
+        except FerryError as error:
+            assert_type(error.origin, str | None)
+        else:
+            assert_type(report, TransferReport)
 
 
 async def expect(engine: TransferEngine, ranks: list[dict[str, object]]) -> None:
