@@ -9,7 +9,7 @@ TYPES := .cache/types
 # many times over otherwise.
 export OMP_NUM_THREADS := 1
 
-.PHONY: env examples-env demo demo-all test lint types check bench fuzz clean
+.PHONY: env examples-env demo demo-all demo-instances test lint types check bench fuzz clean
 
 env: $(VENV)/.core
 
@@ -33,6 +33,13 @@ demo: $(VENV)/.examples
 # Other architectures, tensor parallelism, block sizes and layouts: one line each.
 demo-all: $(VENV)/.examples
 	$(BIN)/python examples/pd_pair/demo_all.py
+
+# Whole instances with a router in between, three ranks to one, one to three, and three
+# to three of which one is killed.
+demo-instances: $(VENV)/.examples
+	$(BIN)/python examples/pd_instances/demo.py --tp 3:1
+	$(BIN)/python examples/pd_instances/demo.py --tp 1:3
+	$(BIN)/python examples/pd_instances/demo.py --tp 3:3 --kill
 
 # Two at a time: most wait for nothing but the processor.
 test: $(VENV)/.examples

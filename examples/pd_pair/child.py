@@ -95,6 +95,7 @@ class Child:
         self.plain_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._process = process
         self._echo_logs = echo_logs
+        self._is_ending = False
         self._watches: list[LogWatch] = []
         self._log_ended = trio.Event()
         self._says, self._answers = trio.open_memory_channel[dict[str, Any]](
@@ -145,7 +146,18 @@ class Child:
 
     def kill(self) -> None:
         """Ends the process at once, without a goodbye; stopped ones too."""
+        self._is_ending = True
         self._process.kill()
+
+    async def must_live(self) -> None:
+        """Returns at an end that somebody has asked for.
+
+        Raises:
+            DemoError: The process has ended by itself.
+        """
+        await self._process.wait()
+        if not self._is_ending:
+            raise DemoError(await self._epitaph("ended by itself"))
 
     async def ended(self, *, within_s: float) -> int:
         """Waits for the process to end by itself, and returns its exit status.
@@ -166,6 +178,7 @@ class Child:
         Raises:
             DemoError: It does not end in time, or not with exit status 0.
         """
+        self._is_ending = True
         if self._process.stdin is not None:
             await self._process.stdin.aclose()
         if await self.ended(within_s=within_s):
@@ -193,6 +206,7 @@ class Child:
 
     async def reap(self) -> None:
         """Makes sure that the process is gone; the last resort, so shielded."""
+        self._is_ending = True
         with trio.move_on_after(_REAP_S, shield=True):
             if self._process.poll() is None:
                 self._process.kill()

@@ -18,10 +18,10 @@ import sys
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import trio
-from generate import PREFILL_CHUNK, continue_greedily
-from safetensors.torch import save_file
+from continuing import continued
+from generate import PREFILL_CHUNK
+from router_line import RouterLine
 from side import PUSH_S, one_line, open_side, side_arguments
 
 from kvferry.engine import FerryError, Span, TransferReport
@@ -67,7 +67,8 @@ async def main(arguments: argparse.Namespace) -> int:
     """
     failure: str | None = None
     held: dict[str, Admitted] = {}
-    async with open_side(arguments) as side:
+    async with open_side(RouterLine.open(), arguments) as side:
+        side.say_ready()
         while (order := await side.router.next_order()) is not None:
             request = order["request"]
             try:
@@ -210,39 +211,16 @@ async def receive(
 
 async def continue_prompt(side: Side, request: Admitted, order: dict[str, Any]) -> None:
     """Continues a prompt that has been pulled, and writes down how it went."""
-    scheduler, tables = side.scheduler, request.tables
-    if order["shares"]:
-        scheduler.whole.copy_in(tables, side.merged(order["shares"]))
-    after_pull = scheduler.whole.copied_out(tables)
-    tokens = len(request.token_ids)
-    cache = scheduler.cache(tables, tokens=tokens)
-
-    started_at = trio.current_time()
-    continued, logits = await trio.to_thread.run_sync(
-        lambda: continue_greedily(
-            scheduler.model,
-            cache,
-            order["first_token"],
-            position=tokens,
-            steps=order["steps"],
-        )
-    )
-    decode_s = trio.current_time() - started_at
-    scheduler.save_states(cache, tables)
-    final = scheduler.whole.copied_out(tables)
-    results = {
-        "tokens": torch.tensor([order["first_token"], *continued]),
-        "logits": logits,
-        **{f"pulled/{key}": tensor for key, tensor in after_pull.items()},
-        **{f"final/{key}": tensor for key, tensor in final.items()},
-    }
-    save_file(results, order["result"])
-    side.router.say(
-        "continued",
-        text=scheduler.tokenizer.text([order["first_token"], *continued]),
+    found = await continued(
+        side,
+        request.tables,
+        tokens=len(request.token_ids),
+        first_token=order["first_token"],
         steps=order["steps"],
-        decode_s=decode_s,
+        shares=order["shares"],
+        result=order["result"],
     )
+    side.router.say("continued", steps=order["steps"], **found._asdict())
 
 
 def report_fields(report: TransferReport) -> dict[str, Any]:

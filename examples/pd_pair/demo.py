@@ -16,7 +16,6 @@ Exit status: 0 if everything was as it should be, 1 if not.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING
 import trio
 from child import Child, DemoError, run_script, within
 from instance import MODES, START_S, Pair, Served, open_instance
+from launch import MODEL_ENVIRONMENT, fail_on_terminate, make_ready, run_demo
 from models import MODELS
 from models.groups import PagedGroup, StateGroup
 from prompts import QUESTIONS
@@ -38,20 +38,11 @@ if TYPE_CHECKING:
 
     from compare import Comparison
 
-CONVERT_S = 240.0
 REFERENCE_S = 120.0
 IN_FLIGHT_S = 0.2
 LAYOUTS = {"hnd": "b k h n d", "nhd": "b k n h d"}
 SIDES = ("prefill", "decode")
 
-# One thread: two processes with two threads each on two cores slow each other
-# down several times over, and the order of a sum depends on who shares it.
-# Offline, because the model is on the disk and nothing else is needed.
-MODEL_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
 # Over tcp a read is really in flight after it was posted. By shared memory it
 # would be over within the call, and there would be no "during the pull".
 TCP_ENVIRONMENT = {"UCX_TLS": "tcp"}
@@ -64,7 +55,7 @@ async def main(options: argparse.Namespace) -> None:
         DemoError: Something was not as it should be.
     """
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_fail_on_terminate)
+        nursery.start_soon(fail_on_terminate)
         with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as folder:
             await make_ready(options.model)
             if options.kill_prefill:
@@ -72,18 +63,6 @@ async def main(options: argparse.Namespace) -> None:
             else:
                 await compare_with_reference(options, Path(folder))
         nursery.cancel_scope.cancel()
-
-
-async def make_ready(model: str) -> None:
-    """Makes what a model needs on the disk, the first time.
-
-    Raises:
-        DemoError: It cannot be made.
-    """
-    if not MODELS[model].is_ready():
-        await run_script(
-            ["convert.py", model], environment=MODEL_ENVIRONMENT, within_s=CONVERT_S
-        )
 
 
 async def compare_with_reference(options: argparse.Namespace, folder: Path) -> None:
@@ -124,7 +103,7 @@ async def run_reference(models: Sequence[str], steps: int, folder: Path) -> None
         DemoError: The reference failed.
     """
     await run_script(
-        ["reference.py", str(folder), str(steps), *models],
+        ["reference.py", "QUESTIONS", str(folder), str(steps), *models],
         environment=MODEL_ENVIRONMENT,
         within_s=REFERENCE_S,
     )
@@ -231,17 +210,6 @@ async def open_pair(
         yield Pair(producer, consumer, contact, folder, options.steps, options.mode)
 
 
-async def _fail_on_terminate() -> None:
-    """Lets SIGTERM end the demo as Ctrl-C does: children first.
-
-    Raises:
-        DemoError: The signal came.
-    """
-    with trio.open_signal_receiver(signal.SIGTERM) as signals:
-        async for _ in signals:
-            raise DemoError("terminated")
-
-
 def both_sides(text: str) -> tuple[str, str]:
     """Parses ``P:D``.
 
@@ -301,30 +269,5 @@ def parsed_options(arguments: Sequence[str] | None = None) -> argparse.Namespace
     return options
 
 
-def messages(error: BaseException) -> list[str]:
-    """What each error in a group says, however deep it sits."""
-    if isinstance(error, BaseExceptionGroup):
-        return [line for nested in error.exceptions for line in messages(nested)]
-    return [str(error)]
-
-
-def run() -> int:
-    """Runs the demo; problems go to standard error.
-
-    Returns:
-        The exit status.
-    """
-    problems: list[str] = []
-    try:
-        trio.run(main, parsed_options())
-    except* DemoError as group:
-        problems += messages(group)
-    except* KeyboardInterrupt:
-        problems.append("interrupted")
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if problems else 0
-
-
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run_demo(main, parsed_options()))

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import trio
 from child import DemoError
-from demo import main, make_ready, messages, parsed_options, run_reference
+from demo import main, parsed_options, run_reference
+from launch import make_ready, messages
 from prompts import QUESTIONS
 
 if TYPE_CHECKING:

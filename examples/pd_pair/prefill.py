@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 from generate import prefill
-from safetensors.torch import load_file, save_file
+from router_line import RouterLine
+from safetensors.torch import save_file
 from side import PUSH_S, one_line, open_side, side_arguments
 
 from kvferry.engine import FerryError
@@ -27,14 +28,17 @@ from kvferry.engine import FerryError
 if TYPE_CHECKING:
     import argparse
 
-    from pools import Pools
     from side import Scheduler, Side
 
 
 async def main(arguments: argparse.Namespace) -> None:
     """Serves the router until it closes the line."""
     held: dict[str, dict[str, list[int | None]]] = {}
-    async with open_side(arguments) as side, trio.open_nursery() as nursery:
+    async with (
+        open_side(RouterLine.open(), arguments) as side,
+        trio.open_nursery() as nursery,
+    ):
+        side.say_ready()
         while (order := await side.router.next_order()) is not None:
             request = order["request"]
             match order["op"]:
@@ -56,19 +60,13 @@ async def main(arguments: argparse.Namespace) -> None:
 async def prefill_prompt(
     side: Side, order: dict[str, Any]
 ) -> dict[str, list[int | None]]:
-    """Prefills one prompt into blocks of its own; returns them by group.
-
-    The model runs in a thread: an engine whose loop stands still could neither
-    renew a lease nor move the bytes of an earlier offer.
-    """
+    """Prefills one prompt into blocks of its own; returns them by group."""
     started_at = perf_counter()
     scheduler = side.scheduler
     token_ids = scheduler.prompt(order["question"])
-    tables = allocated(scheduler, len(token_ids))
+    tables = scheduler.allocate(len(token_ids))
     cache = scheduler.cache(tables)
-    first_token = await trio.to_thread.run_sync(
-        prefill, scheduler.model, cache, token_ids
-    )
+    first_token = await scheduler.run(prefill, scheduler.model, cache, token_ids)
     ended_at = perf_counter()
     scheduler.save_states(cache, tables)
     drop_behind_window(scheduler, tables, len(token_ids))
@@ -98,7 +96,7 @@ async def stream_prompt(
     started_at = perf_counter()
     scheduler = side.scheduler
     token_ids = scheduler.prompt(order["question"])
-    tables = allocated(scheduler, len(token_ids))
+    tables = scheduler.allocate(len(token_ids))
     async with side.engine.push_stream(
         order["request"], tables, num_tokens=len(token_ids), deadline_s=PUSH_S
     ) as stream:
@@ -121,14 +119,6 @@ async def stream_prompt(
     return tables
 
 
-def allocated(scheduler: Scheduler, tokens: int) -> dict[str, list[int | None]]:
-    """Blocks and a slot for a prompt."""
-    pools: Pools = scheduler.whole
-    counts = {name: pool.blocks_for(tokens) for name, pool in pools.paged.items()}
-    counts |= dict.fromkeys(pools.states, 1)
-    return {name: [*scheduler.free[name].take(n)] for name, n in counts.items()}
-
-
 def drop_behind_window(
     scheduler: Scheduler, tables: dict[str, list[int | None]], tokens: int
 ) -> None:
@@ -143,7 +133,7 @@ def drop_behind_window(
 
 def offered(side: Side, order: dict[str, Any]) -> Any:  # noqa: ANN401
     """Puts this rank's part of a prompt on offer, and sends the ticket."""
-    take_share(side, order)
+    side.take_share(order["tables"], order["share"])
     offer = side.engine.offer(
         order["request"], order["tables"], num_tokens=order["prompt_tokens"]
     )
@@ -151,15 +141,9 @@ def offered(side: Side, order: dict[str, Any]) -> Any:  # noqa: ANN401
     return offer
 
 
-def take_share(side: Side, order: dict[str, Any]) -> None:
-    """Fills this rank's pool, if the model worked in another one."""
-    if order["share"]:
-        side.pools.copy_in(order["tables"], load_file(order["share"]))
-
-
 async def push(side: Side, order: dict[str, Any]) -> None:
     """Pushes this rank's part of a prompt, and says how that ended."""
-    take_share(side, order)
+    side.take_share(order["tables"], order["share"])
     outcome = "pushed"
     try:
         await side.engine.push(

@@ -1,4 +1,4 @@
-"""The two prompts of the example: one harbour notice, two questions about it.
+"""The prompts of the examples: one harbour notice, and questions about it.
 
 The notice comes first, so the second prompt begins with the same few hundred
 tokens as the first one: whoever still holds those need not fetch them again.
@@ -6,7 +6,7 @@ tokens as the first one: whoever still holds those need not fetch them again.
 
 from __future__ import annotations
 
-__all__ = ("NOTICE", "QUESTIONS")
+__all__ = ("CROWD", "NOTICE", "QUESTIONS")
 
 NOTICE = """\
 You answer questions about the following harbour notice. Use only what it says.
@@ -41,3 +41,11 @@ QUESTIONS: dict[str, str] = {
         "the last crossing is cancelled? Please explain it step by step."
     ),
 }
+
+CROWD: dict[str, str] = {
+    **QUESTIONS,
+    "req-3": "Do I have to book if I come on foot, and where do I go on board?",
+    "req-4": "May I take my dog and a full fuel can with me? Answer in two sentences.",
+    "req-5": "It is half past nine. Can I still get breakfast on board?",
+}
+"""Questions of several people who ask at once."""

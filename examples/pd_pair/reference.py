@@ -3,7 +3,7 @@
 It uses transformers' own cache instead of the paged pool, so an error in the
 pool cannot hide by being made on both sides.
 
-Usage: ``reference.py FOLDER STEPS MODEL...`` writes
+Usage: ``reference.py PROMPTS FOLDER STEPS MODEL...``, PROMPTS a name in `prompts`, writes
 ``FOLDER/MODEL/REQUEST.safetensors`` with the tokens, the logits, and the cache twice:
 after the prompt, and at the end.
 """
@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import prompts
 import torch
 from generate import continue_greedily, prefill
 from models import MODELS
 from models.groups import StateGroup
 from paged import states_of
-from prompts import NOTICE, QUESTIONS
 from safetensors.torch import save_file
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from models.groups import CacheGroup
 
 
-def main(folder: Path, steps: int, names: list[str]) -> None:
+def main(questions: dict[str, str], folder: Path, steps: int, names: list[str]) -> None:
     """Runs each request of each model from its first token to its last."""
     for name in names:
         draft = folder / f".{name}"
         draft.mkdir(parents=True)
         known = MODELS[name]
         model, tokenizer, groups = known.load(), known.tokenizer(), known.groups()
-        for request, question in QUESTIONS.items():
-            token_ids = tokenizer.prompt(NOTICE, question)
+        for request, question in questions.items():
+            token_ids = tokenizer.prompt(prompts.NOTICE, question)
             found = reference(model, groups, token_ids, steps)
             save_file(found, draft / f"{request}.safetensors")
         # Whole or absent: nobody compares with half of it.
@@ -78,4 +78,5 @@ def cached(cache: Cache, groups: tuple[CacheGroup, ...]) -> dict[str, torch.Tens
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    _, asked, at, count, *models = sys.argv
+    main(getattr(prompts, asked), Path(at), int(count), models)

@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import trio
 from models import MODELS
 from pools import FreeBlocks, Pools, SideShape, merge_shares
 from prompts import NOTICE
-from router_line import RouterLine, json_logger
+from router_line import json_logger
 from safetensors.torch import load_file, save_file
 
 from kvferry.engine import (
@@ -31,12 +32,13 @@ from kvferry.engine import (
 from kvferry.protocol import ModelIdentity
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     import torch
     from models import Tokenizer
     from models.groups import CacheGroup
     from pools import Tables
+    from router_line import RouterLine
 
 __all__ = (
     "PUSH_S",
@@ -46,6 +48,8 @@ __all__ = (
     "open_side",
     "side_arguments",
 )
+
+T = TypeVar("T")
 
 PUSH_S = 60.0
 """Deadline of a push on either side: a prefill, and more, lies inside it."""
@@ -60,12 +64,14 @@ class Scheduler:
         tokenizer: The model's.
         whole: Pools with all heads, in which the model works.
         free: By group, the blocks that no request holds.
+        turn: Held by the request that runs the model.
     """
 
     model: Any
     tokenizer: Tokenizer
     whole: Pools
     free: dict[str, FreeBlocks]
+    turn: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
 
     def prompt(self, question: str) -> list[int]:
         """Tokenizes a prompt here; every process comes to the same tokens."""
@@ -83,6 +89,21 @@ class Scheduler:
         from paged import save_states  # noqa: PLC0415
 
         save_states(cache, self.whole, tables)
+
+    def allocate(self, tokens: int) -> dict[str, list[int | None]]:
+        """Takes blocks for so many tokens, and a slot for states."""
+        pools = self.whole
+        counts = {name: pool.blocks_for(tokens) for name, pool in pools.paged.items()}
+        counts |= dict.fromkeys(pools.states, 1)
+        return {name: [*self.free[name].take(n)] for name, n in counts.items()}
+
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:  # noqa: ANN401
+        """Runs the model in a thread, for one request after the other.
+
+        In a thread, because an engine whose loop stands still could neither renew a
+        lease nor move the bytes of another request.
+        """
+        return await trio.to_thread.run_sync(work, *arguments, limiter=self.turn)
 
     def give_back(self, tables: Tables) -> None:
         """Frees the blocks of a request."""
@@ -129,6 +150,15 @@ class Side:
             ids = {i for i in block_ids if i is not None}
             self.used[name] = self.used.get(name, set()) | ids
 
+    def say_ready(self) -> None:
+        """Tells the router that this rank takes orders, and where it listens."""
+        self.router.say("ready", contact=self.engine.contact.to_dict())
+
+    def take_share(self, tables: Tables, path: str | None) -> None:
+        """Fills this rank's pool, if the model worked in another one."""
+        if path is not None:
+            self.pools.copy_in(tables, load_file(path))
+
     def save_share(self, tables: Tables, path: str) -> None:
         """Writes what this rank holds of a request."""
         save_file(self.pools.copied_out(tables), path)
@@ -166,9 +196,12 @@ def side_arguments(
 
 
 @asynccontextmanager
-async def open_side(arguments: argparse.Namespace) -> AsyncIterator[Side]:
-    """Makes the pools, loads the model on rank 0, opens the engine, tells the router."""
-    router = RouterLine.open()
+async def open_side(
+    router: RouterLine,
+    arguments: argparse.Namespace,
+    **settings: Any,  # noqa: ANN401 - of `EngineConfig`
+) -> AsyncIterator[Side]:
+    """Makes the pools, loads the model on rank 0, opens the engine."""
     known = MODELS[arguments.model]
     rank, ranks = (int(number) for number in arguments.tp.split("/"))
     shape = SideShape(arguments.tokens, arguments.block_size, arguments.axes)
@@ -181,6 +214,7 @@ async def open_side(arguments: argparse.Namespace) -> AsyncIterator[Side]:
         rank=Rank(tp=rank, tp_size=ranks),
         listen=(arguments.listen, 0),
         pull_deadline_s=arguments.pull_deadline_s,
+        **settings,
     )
     own = None
     if rank == 0:
@@ -191,5 +225,4 @@ async def open_side(arguments: argparse.Namespace) -> AsyncIterator[Side]:
         }
         own = Scheduler(known.load(), known.tokenizer(), whole, free)
     async with open_engine(config, pools.described(), logger=json_logger()) as engine:
-        router.say("ready", contact=engine.contact.to_dict())
         yield Side(router, known.groups(), (rank, ranks), pools, engine, own)
