@@ -387,6 +387,8 @@ class TransferEngine:
         Called on every rank with the same key. It returns when every rank's work is
         done; the first failure is told to all at once: they cancel their work, which
         drains as ever, and all raise the same error, whose ``origin`` names the rank.
+        A rank raises when its own work has drained: others may still be at it. Where
+        ranks share block ids, a block is free when it is on all of them.
         So do they if a rank is lost, or if its caller cancels it. If it is the link
         between a rank and the lead that ends, just when the last is done, that rank
         alone can hear of a failure; none hears "done" that was not.
@@ -395,7 +397,8 @@ class TransferEngine:
             key: Names this one try; never used again, whatever comes of it.
             work: Called once, in this task.
             deadline_s: Seconds until it fails, naming the ranks that were not heard;
-                ``pull_deadline_s`` by default.
+                ``pull_deadline_s`` by default. The work's own deadline is another one:
+                give both for what takes longer, such as `Offer.released`.
 
         Returns:
             What the work returned.

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 import trio
 
 from kvferry.engine.spans import ABSENT, Placement, Side, span_ids
-from kvferry.protocol.errors import MisuseError, UnknownBlock
+from kvferry.protocol.errors import (
+    LeaseExpired,
+    MisuseError,
+    OfferWithdrawn,
+    PeerLost,
+    UnknownBlock,
+)
 from kvferry.protocol.lifecycle.offer import OfferState
 from kvferry.protocol.ticket import TicketSpan
 
@@ -120,6 +126,13 @@ class Hold:
         return max((o for o in found if o), key=ranked.index) if all(found) else None
 
 
+_ENDS: Mapping[OfferOutcome, Callable[[], FerryError]] = {
+    OfferOutcome.LOST: lambda: PeerLost("a reader went away before it was done"),
+    OfferOutcome.EXPIRED: lambda: LeaseExpired("nobody renewed the lease"),
+    OfferOutcome.WITHDRAWN: lambda: OfferWithdrawn("the offer was taken back"),
+}
+
+
 class Offer:
     """The producer's hold on a request's blocks while its tickets are out.
 
@@ -163,6 +176,21 @@ class Offer:
         """
         await self._hold.ended.wait()
         return self._hold.outcome or OfferOutcome.WITHDRAWN
+
+    async def released(self) -> None:
+        """Wait for the end, and raise if it is any other than `OfferOutcome.RELEASED`.
+
+        For `TransferEngine.agree`, which goes by what is raised. However it ends, the
+        blocks are the caller's again.
+
+        Raises:
+            PeerLost: A reader went away before it was done.
+            LeaseExpired: Nobody renewed the lease.
+            OfferWithdrawn: It was taken back; `cause` may say why.
+        """
+        outcome = await self.wait()
+        if outcome is not OfferOutcome.RELEASED:
+            raise _ENDS[outcome]().about(request_id=self._hold.request_id)
 
     def withdraw(self) -> None:
         """Take the blocks back at once; readers under way will fail their fence."""

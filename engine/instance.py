@@ -144,6 +144,12 @@ class Instance:
             told.append(trouble)
         return InstanceIncomplete("; ".join(told))
 
+    @property
+    def is_of_several(self) -> bool:
+        """Whether we are known not to be alone: we must not pass for all of it then."""
+        joins = self._lead is None or len(self._lead) > 0
+        return self.was_complete or joins
+
     def contact(self, address: tuple[str, int] | None) -> Contact:
         """Of the whole instance; of this rank alone, if it has never been complete.
 
@@ -153,7 +159,7 @@ class Instance:
         """
         if self.manifest is not None:
             return contact_of(self.manifest)
-        if self.was_complete:
+        if self.is_of_several:
             raise self.incomplete()
         if address is None:
             raise ConfigError("an engine with listen=None cannot be pushed from")

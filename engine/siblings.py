@@ -55,12 +55,12 @@ class Siblings:
         """Those of a ticket that is made now, by us.
 
         Raises:
-            InstanceIncomplete: A sibling has gone.
+            InstanceIncomplete: A sibling has gone, or has not joined yet.
             ConfigError: One of them has no listener.
         """
         manifest = self._instance.manifest
         if manifest is None:
-            if self._instance.was_complete:
+            if self._instance.is_of_several:
                 raise self._instance.incomplete()
             return Entries(mine)
         if manifest is not self._manifest:

@@ -96,10 +96,11 @@ class Producer:
         offer = engine.offer(request, order["tables"], num_tokens=order["tokens"])
         await say({"ticket": offer.ticket.to_dict()})
         try:
-            held = await engine.agree(f"hold {request}", offer.wait, deadline_s=HOLD_S)
+            key = f"hold {request}"
+            await engine.agree(key, offer.released, deadline_s=HOLD_S)
         finally:
             offer.withdraw()
-        return held.value
+        return "released"
 
     async def _push(self, side: Side, order: Order, say: Say) -> str:
         engine, request = side.engine, order["request"]

@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 import trio
 
-from kvferry.engine import MisuseError, OfferOutcome, OfferSpent, OfferWithdrawn
+from kvferry.engine import (
+    LeaseExpired,
+    MisuseError,
+    OfferOutcome,
+    OfferSpent,
+    OfferWithdrawn,
+    PeerLost,
+)
 from kvferry.engine.pump import Cadence
 from kvferry.protocol import BadTicket, Ticket
-from tests.kit import GROUP, Pool, World, at_base
+from tests.kit import GROUP, Pool, World, address, at_base
 
 CONSUMERS = 3
 
@@ -76,6 +83,8 @@ async def test_each_share_has_a_lease_of_its_own(autojump_clock) -> None:
             assert prefill._pump._claims[Cadence.OFFERED] == 1
         assert await offer.wait() is OfferOutcome.EXPIRED
         assert offer.outcomes[0] is OfferOutcome.RELEASED
+        with pytest.raises(LeaseExpired):
+            await offer.released()
 
 
 async def test_withdrawing_ends_all_that_are_open(autojump_clock) -> None:
@@ -88,8 +97,34 @@ async def test_withdrawing_ends_all_that_are_open(autojump_clock) -> None:
         offer.withdraw()
         assert await offer.wait() is OfferOutcome.WITHDRAWN
         assert offer.outcomes == (OfferOutcome.RELEASED, OfferOutcome.WITHDRAWN)
+        with pytest.raises(OfferWithdrawn, match="request=r"):
+            await offer.released()
         with pytest.raises(OfferWithdrawn):
             await decode.pull(offer.tickets[1], {GROUP: [3]})
+
+
+async def test_released_says_nothing_when_all_went_well(autojump_clock) -> None:
+    """And names a reader's loss, for those who go by what is raised."""
+    producer, consumer = Pool(), Pool()
+    world = World()
+    async with world.engine("p", producer) as prefill:
+        blocks = producer.stamp([1], num_tokens=4)
+        async with world.engine("c", consumer) as decode:
+            offer = prefill.offer("r", blocks, num_tokens=4)
+            await decode.pull(offer.ticket, {GROUP: [2]})
+            await offer.released()
+            lost = prefill.offer("s", blocks, num_tokens=4, after=trio.sleep_forever)
+
+            async def read() -> None:
+                with pytest.raises(PeerLost):
+                    await decode.pull(lost.ticket, {GROUP: [3]})
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read)
+                await trio.sleep(1.0)
+                world.streams.cut(*address(prefill))
+                with pytest.raises(PeerLost, match="reader"):
+                    await lost.released()
 
 
 async def test_all_shares_wait_for_the_blocks_to_be_computed(autojump_clock) -> None:

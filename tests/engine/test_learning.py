@@ -22,7 +22,7 @@ from kvferry.engine.parking import MAX_PARKED_OF_ONE, Parking
 from kvferry.engine.peers import Subscriber
 from kvferry.protocol import BadTicket, Rank, Ticket
 from kvferry.protocol.link import Decline, Renew, Sought, Spare
-from tests.kit import GROUP, Pool, World, at_base
+from tests.kit import GROUP, Pool, World, address, at_base
 
 if TYPE_CHECKING:
     from kvferry.engine import Offer, TransferEngine
@@ -278,6 +278,24 @@ async def test_an_instance_that_has_lost_a_rank_offers_nothing(autojump_clock) -
         with pytest.raises(InstanceIncomplete):
             offered(prefill[0], pools[0])
         at_base(prefill[0])
+
+
+async def test_a_rank_that_has_not_joined_yet_offers_nothing(autojump_clock) -> None:
+    """Nor does a lead that others have joined: a part must not pass for the whole."""
+    world, pools = World(), [Pool() for _ in range(3)]
+    ranks = Rank(tp_size=3).instance()
+    async with world.engine("p", pools[0], rank=ranks[0]) as lead:
+        offered(lead, pools[0]).withdraw()  # it knows of nobody: a ticket to merge
+        join = address(lead)
+        async with world.engine("p", pools[1], rank=ranks[1], join=join) as member:
+            for _ in range(2):
+                with pytest.raises(InstanceIncomplete, match="tp2of3"):
+                    offered(member, pools[1])
+                with pytest.raises(InstanceIncomplete, match="tp2of3"):
+                    _ = member.contact
+                await trio.sleep(1.0)  # it has joined
+            with pytest.raises(InstanceIncomplete, match="tp2of3"):
+                offered(lead, pools[0])
 
 
 async def test_a_rank_without_a_listener_cannot_be_read(autojump_clock) -> None:
