@@ -22,7 +22,6 @@ import structlog
 from nixl import _bindings as bindings
 from nixl._api import nixl_agent, nixl_agent_config
 
-from kvferry.engine.budget import SeldomLog
 from kvferry.engine.fabric.base import (
     MAX_NOTICE_BYTES,
     Fabric,
@@ -122,7 +121,6 @@ class NixlFabric(Fabric):
         self._prepared: set[_NixlPrepared] = set()
         self._transfers: set[_NixlTransfer] = set()
         self._dropped_notices = 0
-        self._notices_log = SeldomLog(self._log)
         self._agent: Any = _create_agent(
             name, backends, progress_thread=progress_thread
         )
@@ -283,7 +281,7 @@ class NixlFabric(Fabric):
             # A sender's name that is not UTF-8 costs the whole batch: the
             # bindings raise UnicodeDecodeError after the queue is emptied.
             self._dropped_notices += 1
-            self._notices_log.warning("notices_dropped", error=str(exc))
+            self._say_dropped(str(exc))
             return []
         notices = [
             Notice(sender, payload)
@@ -293,6 +291,12 @@ class NixlFabric(Fabric):
         kept = [n for n in notices if len(n.payload) <= MAX_NOTICE_BYTES]
         self._dropped_notices += len(notices) - len(kept)
         return kept
+
+    def _say_dropped(self, error: str) -> None:
+        """The first, second, fourth, ...: whoever causes them shall not fill the log."""
+        count = self._dropped_notices
+        if count & (count - 1) == 0:
+            self._log.warning("notices_dropped", error=error, so_far=count)
 
     def close(self) -> None:
         """Give back all handles but those in flight, and destroy the agent."""

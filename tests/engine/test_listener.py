@@ -357,7 +357,7 @@ async def test_h1_a_byte_at_a_time_does_not_prolong_a_handshake(
     world = World()
     async with world.engine("p", Pool(), handshake_timeout_s=3.0) as prefill:
         stream = await world.streams.dial(*address(prefill))
-        hello = encode(Hello(PROTOCOL_VERSION, READER, "p", bytes(32)))
+        hello = encode(Hello(PROTOCOL_VERSION, READER, "p", Purpose.LINK, bytes(32)))
         frame = encode_frame(hello, limit_bytes=9999)
         await stream.send_all(frame[:sent])
         started = trio.current_time()
@@ -453,7 +453,7 @@ async def test_h1_a_large_frame_before_a_proof_is_not_buffered(autojump_clock) -
                 await framed.receive()
             await stream.send_all(header)
             await trio.testing.wait_all_tasks_blocked()
-            assert prefill._listener._diallers == 0
+            assert len(prefill._listener._diallers) == 0
             assert await stream.receive_some() == b""
         errors = [entry["error"] for entry in world.logged("handshake_failed")]
         assert len(errors) == 2
