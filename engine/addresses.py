@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvferry.protocol.errors import ConfigError
@@ -92,6 +93,7 @@ class AddressList:
         self._names.add((str(_literal(host) or host.lower()), port))
 
 
+@lru_cache(maxsize=1024)  # each pull asks about the same few
 def _literal(host: str) -> _Address | None:
     try:
         address = ipaddress.ip_address(host)
