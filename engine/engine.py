@@ -311,11 +311,12 @@ class TransferEngine:
     def contact(self) -> Contact:
         """Where our instance listens: for consumers that expect a push from it.
 
-        Of all its ranks, once they have joined; of this rank alone, if they never had.
+        Of all its ranks, once they have joined; of this rank alone, if it knows of no
+        others: contacts of such ranks are merged by hand.
 
         Raises:
             ConfigError: A rank has no listener.
-            InstanceIncomplete: A rank was lost.
+            InstanceIncomplete: A rank was lost, or has not joined yet.
         """
         return self._trust.sign(self._instance.contact(self.address))
 

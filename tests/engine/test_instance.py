@@ -95,8 +95,9 @@ async def test_who_is_missing_is_named(autojump_clock) -> None:
                 await engine.instance_ready(2.0)
             assert str(ranks(3)[1]) in str(caught.value)
             assert str(ranks(3)[2]) not in str(caught.value)
-            # Not complete, never was: a rank for itself, as ever.
-            assert engine.contact.instance == ""
+            # It knows that it is not alone, and does not pass for the instance.
+            with pytest.raises(InstanceIncomplete, match=str(ranks(3)[1])):
+                _ = engine.contact
         assert trio.current_time() - started == pytest.approx(4.0)
         with pytest.raises(InstanceIncomplete):
             await member.discover("p", address(lead))
@@ -229,8 +230,8 @@ async def test_a_member_needs_no_listener(autojump_clock) -> None:
         world.engine("c", Pool(), listen=None, **joining(ranks(2)[1])) as member,
         world.engine("d", Pool()) as other,
     ):
-        with pytest.raises(ConfigError, match="listen=None"):
-            _ = member.contact  # of itself, before it has joined
+        with pytest.raises(InstanceIncomplete):
+            _ = member.contact  # before it has joined
         for engine in (lead, member):
             await engine.instance_ready(5.0)
             with pytest.raises(ConfigError, match=str(ranks(2)[1])):
