@@ -149,16 +149,18 @@ async def _meet(
 ) -> tuple[float, float, list[bytes]]:
     """A fresh engine meets them; the seconds, those of CPU, and their metadata."""
     async with engine_over(POOL, tensor, connect_timeout_s=60.0) as engine:
-        peers = engine._peers  # noqa: SLF001 - the handshake without a pull around it
+        # The handshake without a pull around it.
+        peers, routes = engine._peers, engine._routes  # noqa: SLF001
+        parties = [routes.everybody(contact) for contact in contacts]
         begin, begin_cpu_s = perf_counter(), process_time()
         async with trio.open_nursery() as nursery:
-            for contact in contacts:
-                nursery.start_soon(peers.connected, contact)
+            for party in parties:
+                nursery.start_soon(peers.connected, party)
         took_s, cpu_s = perf_counter() - begin, process_time() - begin_cpu_s
         return (
             took_s,
             cpu_s,
-            [p.card.metadata for c in contacts for p in peers.known(c)],
+            [p.card.metadata for party in parties for p in peers.known(party.keys)],
         )
 
 
