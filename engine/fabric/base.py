@@ -73,7 +73,8 @@ class Progress(enum.Enum):
     @property
     def is_settled(self) -> bool:
         """Whether nothing touches the memory any more."""
-        return self in {Progress.DONE, Progress.FAILED}
+        # Not by a set: an enum's hash is Python's, and each look at a transfer asks.
+        return self is Progress.DONE or self is Progress.FAILED
 
 
 class Notice(NamedTuple):
