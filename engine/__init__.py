@@ -16,6 +16,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import TransferEngine
 from kvferry.engine.errors import (
     BadTicket,
+    BlocksInUse,
     CacheError,
     ConfigError,
     DeadlineExceeded,
@@ -61,6 +62,7 @@ __all__ = (
     "After",
     "AttentionGroup",
     "BadTicket",
+    "BlocksInUse",
     "CacheError",
     "ConfigError",
     "DeadlineExceeded",

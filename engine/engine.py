@@ -19,6 +19,7 @@ from kvferry.engine.after import check_after
 from kvferry.engine.agents import Agents
 from kvferry.engine.arguments import check_request_id, plain_span, whole
 from kvferry.engine.asking import Asks
+from kvferry.engine.destinations import Destinations
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.handshake import Credentials
 from kvferry.engine.holds import Offer, ticket_spans
@@ -176,6 +177,7 @@ class TransferEngine:
             rearranger=Rearranger(cache.storages()),
             finish=FinishStage(cache),
             quarantine=self.quarantine,
+            destinations=Destinations(cache.layout),
             nursery=nursery,
             attempts=itertools.count(),
             log=log,

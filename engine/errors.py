@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvferry.protocol.errors import (
     BadTicket,
+    BlocksInUse,
     CacheError,
     ConfigError,
     DeadlineExceeded,
@@ -42,6 +43,7 @@ from kvferry.protocol.errors import (
 
 __all__ = (
     "BadTicket",
+    "BlocksInUse",
     "CacheError",
     "ConfigError",
     "DeadlineExceeded",

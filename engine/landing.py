@@ -158,14 +158,17 @@ class Landings:
         if request_id in self._active:
             raise RequestInUse("a landing of it is under way", request_id=request_id)
         landing = _Landing(self._services, self, request)
-        self._active[request_id] = landing
-        try:
-            return await landing.run()
-        finally:
-            del self._active[request_id]
-            if not self._active:
-                self._idle.set()
-                self._idle = trio.Event()
+        with self._services.destinations.held(
+            request.spans, computed_tokens=request.computed_tokens
+        ):
+            self._active[request_id] = landing
+            try:
+                return await landing.run()
+            finally:
+                del self._active[request_id]
+                if not self._active:
+                    self._idle.set()
+                    self._idle = trio.Event()
 
     async def close(self) -> None:
         """End all landings, and wait until each is over."""

@@ -118,14 +118,17 @@ class Pulls:
         if request_id in self._active:
             raise RequestInUse("a pull of it is under way", request_id=request_id)
         pull = _Pull(self._services, request, next(self._services.attempts))
-        self._active[request_id] = pull
-        try:
-            return await pull.run()
-        finally:
-            del self._active[request_id]
-            if not self._active:
-                self._idle.set()
-                self._idle = trio.Event()
+        with self._services.destinations.held(
+            request.spans, computed_tokens=request.computed_tokens
+        ):
+            self._active[request_id] = pull
+            try:
+                return await pull.run()
+            finally:
+                del self._active[request_id]
+                if not self._active:
+                    self._idle.set()
+                    self._idle = trio.Event()
 
     async def close(self) -> None:
         """End all pulls, and wait until each has drained or given up."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from kvferry.engine.config import EngineConfig
+    from kvferry.engine.destinations import Destinations
     from kvferry.engine.fabric.base import Fabric
     from kvferry.engine.finish import FinishStage
     from kvferry.engine.peers import Peers
@@ -48,6 +49,7 @@ class Services:
     rearranger: Rearranger
     finish: FinishStage
     quarantine: Quarantine
+    destinations: Destinations
     nursery: trio.Nursery
     attempts: Iterator[int]
     log: FilteringBoundLogger

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = (
     "BadTicket",
+    "BlocksInUse",
     "CacheError",
     "ConfigError",
     "DeadlineExceeded",
@@ -187,6 +188,10 @@ class UnknownBlock(MisuseError):
 
 class RequestInUse(MisuseError):
     """The request id is already active on this engine; the first one goes on."""
+
+
+class BlocksInUse(MisuseError):
+    """A destination block is being written for another request, which goes on."""
 
 
 class BadTicket(MisuseError):

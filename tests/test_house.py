@@ -40,7 +40,7 @@ LAYERS = (
     "engine.fabric engine.streams engine.tls engine.quarantine engine.guard engine.alarm",
     # motion
     "engine.pump engine.traffic engine.waves engine.finish engine.staging engine.rearrange",
-    "engine.agents engine.flight engine.drive engine.after engine.aside engine.intake",
+    "engine.agents engine.flight engine.drive engine.after engine.aside engine.intake engine.destinations",
     # others
     "engine.link engine.handshake engine.dials",
     "engine.peers engine.sources engine.listener engine.targets",
