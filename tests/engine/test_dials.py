@@ -231,15 +231,15 @@ async def test_the_deadline_of_a_pull_bounds_its_wait_for_a_turn(
         other = msgspec.structs.replace(ticket.ranks[0], generation="later")
         waiting = msgspec.structs.replace(ticket, ranks=(other,), request_id="s")
 
-        async def pull(ticket, error, **options) -> None:
+        async def pull(ticket, block, error, **options) -> None:
             with pytest.raises(error):
-                await decode.pull(ticket, {GROUP: [1]}, **options)
+                await decode.pull(ticket, {GROUP: [block]}, **options)
 
         async with trio.open_nursery() as pulls:
-            pulls.start_soon(pull, ticket, PeerUnreachable)
+            pulls.start_soon(pull, ticket, 1, PeerUnreachable)
             await trio.testing.wait_all_tasks_blocked()
             started = trio.current_time()
-            await pull(waiting, DeadlineExceeded, deadline_s=2.0)
+            await pull(waiting, 2, DeadlineExceeded, deadline_s=2.0)
             assert trio.current_time() - started == pytest.approx(2)
         nursery.cancel_scope.cancel()
 

@@ -11,7 +11,13 @@ import trio
 import trio.testing
 
 from kvferry import engine as face
-from kvferry.engine import FerryError, MisuseError, OfferRefused, Rank
+from kvferry.engine import (
+    DeadlineExceeded,
+    FerryError,
+    MisuseError,
+    OfferRefused,
+    Rank,
+)
 from kvferry.engine.fabric import Progress
 from kvferry.engine.fabric.faults import TransferFault
 from kvferry.protocol.lifecycle.pull import BlocksReady, PullState
@@ -82,6 +88,22 @@ async def in_use(scene: Scene) -> FerryError:
         nursery.start_soon(scene.decode.pull, ticket, {GROUP: [7, 8]})
         await trio.testing.wait_all_tasks_blocked(0)
         errors.append(await scene.error(ticket))
+    return errors[0]
+
+
+async def busy(scene: Scene) -> FerryError:
+    errors = []
+
+    async def expect() -> None:
+        with pytest.raises(DeadlineExceeded):
+            await scene.decode.expect(
+                scene.prefill.contact, {GROUP: OURS}, request_id="s", deadline_s=1
+            )
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(expect)
+        await trio.testing.wait_all_tasks_blocked(0)
+        errors.append(await scene.error())
     return errors[0]
 
 
@@ -217,6 +239,7 @@ CASES = [
     Case("UnknownBlock", lambda s: s.error(blocks={"other": [1]}), "new"),
     Case("UnknownBlock", lambda s: s.error(blocks={GROUP: [99, 1]}), "connecting"),
     Case("RequestInUse", in_use, "new"),
+    Case("BlocksInUse", busy, "new"),
     Case(
         "ImpossiblePlan",
         lambda s: s.error(blocks={GROUP: face.Span(OURS)}, computed_tokens=2),
