@@ -77,6 +77,11 @@ class Share:
     _digest: str = ""
 
     @property
+    def name(self) -> tuple[str, int, str]:
+        """Request, number and origin: what a sibling's ticket tells of it."""
+        return self.hold.request_id, self.ticket.share, self.origin
+
+    @property
     def digest(self) -> str:
         """Of its ticket; computed when somebody asks."""
         return self.keep_digest()
