@@ -62,7 +62,7 @@ class Share:
 
     Attributes:
         offer_id: Of this share, on this rank.
-        origin: Of the ticket that asked for it, if one did that a sibling had made.
+        origin: Of the ticket that asked for it first, if one did.
         claims: On the pump's cadence, while it is open.
         readers: Where those that have accepted, or renewed, did so: link and attempt.
     """

@@ -285,8 +285,10 @@ class Offers:
         message: Renew | Decline | Spare,
         offer: str | Sought,
     ) -> None:
-        if isinstance(offer, Sought) and not share.origin:
-            self._note_origin(share, offer.origin)
+        if not share.origin:
+            # Who knows its id from a ticket has one that tells it: most often, ours.
+            origin = offer.origin if isinstance(offer, Sought) else offer
+            self._note_origin(share, origin)
         if link is None or isinstance(message, Spare):
             self._step(share, OfferSpared())
         elif isinstance(message, Decline):
@@ -464,7 +466,7 @@ class Offers:
             self._forget_name(forgotten)
 
     def _note_origin(self, share: Share, origin: str) -> None:
-        """The first ticket of a sibling that asks for a share tells which try it is."""
+        """The first ticket that asks for a share tells which try it is."""
         is_named = self._forget_name(share)
         share.origin = origin
         if is_named:

@@ -227,6 +227,24 @@ async def test_late_words_are_of_the_offer_that_they_were_for(autojump_clock) ->
         pool.check(OURS, num_tokens=TOKENS)
 
 
+async def test_the_next_try_may_have_another_rank_s_ticket(autojump_clock) -> None:
+    """The rank whose ticket was used has not offered again: it is not the old one."""
+    world, pools, consumer = World(), sharded(2), Pool(16)
+    async with (
+        world.joined("p", pools) as prefill,
+        world.engine("c", consumer) as decode,
+        trio.open_nursery() as nursery,
+    ):
+        offers = [offered(*each) for each in zip(prefill, pools, strict=True)]
+        await decode.pull(offers[0].ticket, {GROUP: OURS})
+        again = offered(prefill[1], pools[1])
+        nursery.start_soon(decode.pull, again.ticket, {GROUP: [8, 9]})
+        await trio.sleep(1.0)
+        late = offered(prefill[0], pools[0])
+        assert await late.wait() is OfferOutcome.RELEASED
+        assert await again.wait() is OfferOutcome.RELEASED
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_ranks_that_offer_different_things(autojump_clock, *, is_late) -> None:
     """One request id, other blocks: refused, whoever comes first, and nothing is read."""
