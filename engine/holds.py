@@ -62,7 +62,7 @@ class Share:
 
     Attributes:
         offer_id: Of this share, on this rank.
-        origin: Of the ticket that asked for it, if one did that a sibling had made.
+        origin: Of the ticket that asked for it first, if one did.
         claims: On the pump's cadence, while it is open.
         readers: Where those that have accepted, or renewed, did so: link and attempt.
     """
@@ -75,6 +75,11 @@ class Share:
     claims: ExitStack = field(default_factory=ExitStack)
     readers: dict[EngineKey, tuple[Link, int]] = field(default_factory=dict)
     _digest: str = ""
+
+    @property
+    def name(self) -> tuple[str, int, str]:
+        """Request, number and origin: what a sibling's ticket tells of it."""
+        return self.hold.request_id, self.ticket.share, self.origin
 
     @property
     def digest(self) -> str:

@@ -115,8 +115,8 @@ class Offers:
         self._active: dict[str, Hold] = {}  # by request id
         self._open: dict[str, Share] = {}  # by offer id
         self._ended: OrderedDict[str, Share] = OrderedDict()  # by offer id
-        # The last ended share of each name: request, number.
-        self._named: dict[tuple[str, int], Share] = {}
+        # The last ended share of each name: request, number, origin.
+        self._named: dict[tuple[str, int, str], Share] = {}
         self._parking = Parking(config.lease_s)
         self._deadlines: list[tuple[float, int, Share]] = []
         self._order = itertools.count()  # ties in the heap
@@ -285,8 +285,10 @@ class Offers:
         message: Renew | Decline | Spare,
         offer: str | Sought,
     ) -> None:
-        if isinstance(offer, Sought) and not share.origin:
-            share.origin = offer.origin
+        if not share.origin:
+            # Who knows its id from a ticket has one that tells it: most often, ours.
+            origin = offer.origin if isinstance(offer, Sought) else offer
+            self._note_origin(share, origin)
         if link is None or isinstance(message, Spare):
             self._step(share, OfferSpared())
         elif isinstance(message, Decline):
@@ -414,19 +416,21 @@ class Offers:
 
     def _seek(self, request_id: str, sought: Sought) -> Share | RefusedReason | None:
         """What a ticket that a sibling made means; None if it is not made yet."""
+        # The same, offered once more under the same id, is told by the ticket's origin:
+        # who comes late for the one that has ended must not use up the next.
+        ended = self._seek_ended(request_id, sought, sought.origin)
+        if ended is not None:
+            return ended
         hold = self._active.get(request_id)
         if hold is not None:
             share = hold.shares[sought.share : sought.share + 1]
             is_it = bool(share) and share[0].digest == sought.digest
             return share[0] if is_it else RefusedReason.DIFFERS
-        ended = self._named.get((request_id, sought.share))
-        # The same, offered once more under the same id, is told by the ticket's origin.
-        is_it = (
-            ended is not None
-            and ended.digest == sought.digest
-            and ended.origin in {"", sought.origin}
-        )
-        return ended if is_it else None
+        return self._seek_ended(request_id, sought, "")
+
+    def _seek_ended(self, request_id: str, sought: Sought, origin: str) -> Share | None:
+        share = self._named.get((request_id, sought.share, origin))
+        return share if share and share.digest == sought.digest else None
 
     def _end(self, share: Share) -> None:
         hold, machine = share.hold, share.machine
@@ -452,17 +456,28 @@ class Offers:
 
     def _remember(self, share: Share) -> None:
         """So that whoever is late learns why; without its blocks, which may be many."""
-        request_id = share.hold.request_id
         if self._has_siblings:
-            self._named[request_id, share.ticket.share] = share
+            self._named[share.name] = share
             share.keep_digest()
         share.ticket = msgspec.structs.replace(share.ticket, spans={})
         self._ended[share.offer_id] = share
         if len(self._ended) > ENDED_OFFERS:
             _, forgotten = self._ended.popitem(last=False)
-            name = (forgotten.hold.request_id, forgotten.ticket.share)
-            if self._named.get(name) is forgotten:
-                del self._named[name]
+            self._forget_name(forgotten)
+
+    def _note_origin(self, share: Share, origin: str) -> None:
+        """The first ticket that asks for a share tells which try it is."""
+        is_named = self._forget_name(share)
+        share.origin = origin
+        if is_named:
+            self._named[share.name] = share
+
+    def _forget_name(self, share: Share) -> bool:
+        """Whether it was the one that its name leads to."""
+        if self._named.get(share.name) is not share:
+            return False
+        del self._named[share.name]
+        return True
 
     def _message(self, share: Share, effect: Effect, attempt: int) -> LinkMessage:
         request_id = share.hold.request_id

@@ -27,6 +27,7 @@ from kvferry.protocol.errors import (
     EngineClosed,
     FerryError,
     FerryInternalError,
+    PeerLost,
     RequestInUse,
 )
 from kvferry.protocol.lifecycle.pull import (
@@ -105,7 +106,7 @@ class Pulls:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._active: dict[str, _Pull] = {}
+        self._active: dict[tuple[str, int], _Pull] = {}  # by request and share
         self._idle = trio.Event()
 
     def __len__(self) -> int:
@@ -114,18 +115,21 @@ class Pulls:
 
     async def run(self, request: PullRequest) -> TransferReport:
         """Run one pull to its outcome; see `TransferEngine.pull`."""
-        request_id = request.ticket.request_id
-        if request_id in self._active:
-            raise RequestInUse("a pull of it is under way", request_id=request_id)
+        ticket = request.ticket
+        name = ticket.request_id, ticket.share
+        if name in self._active:
+            raise RequestInUse(
+                "a pull of it is under way", request_id=ticket.request_id
+            )
         pull = _Pull(self._services, request, next(self._services.attempts))
         with self._services.destinations.held(
             request.spans, computed_tokens=request.computed_tokens
         ):
-            self._active[request_id] = pull
+            self._active[name] = pull
             try:
                 return await pull.run()
             finally:
-                del self._active[request_id]
+                del self._active[name]
                 if not self._active:
                     self._idle.set()
                     self._idle = trio.Event()
@@ -262,6 +266,9 @@ class _Pull:
         begun_at = trio.current_time()
         if self._is_long():
             selection = await trio.to_thread.run_sync(self._select, sources)
+            if any(peer.is_forgotten for peer in sources.peers):
+                # Meanwhile: nobody would tell us again.
+                raise PeerLost("a rank was lost while its plan was made")
         else:
             selection = self._select(sources)
         self._plan(sources, party, selection, begun_at)

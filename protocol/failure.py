@@ -48,6 +48,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def failure_of(error: BaseException, origin: Rank) -> Failure:
     """What there is to tell of any exception that work has raised."""
+    error = _first_of(error)
     if not isinstance(error, FerryError):
         told = as_detail(f"{type(error).__name__}: {error}")
         return Failure(TransferError.__name__, origin, told)
@@ -59,6 +60,15 @@ def failure_of(error: BaseException, origin: Rank) -> Failure:
     # A caller may have made a class of its own below one of ours.
     kinds = (kind.__name__ for kind in type(error).__mro__ if kind in _KINDS.values())
     return Failure(next(kinds), origin, detail, peer, phase, request_id)
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """What a group is about, as a nursery raises it: the first error of ours in it."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    found = [_first_of(inner) for inner in error.exceptions]
+    ours = (inner for inner in found if isinstance(inner, FerryError))
+    return next(ours, found[0])
 
 
 def as_detail(text: str) -> str:

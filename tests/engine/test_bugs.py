@@ -28,7 +28,7 @@ BULK = {"landing": "bulk", "wave_bytes": 400, "window": 2, "staging_bytes": 800}
 
 def break_pull(engine: TransferEngine) -> None:
     """Feed an event that the table forbids once blocks are ready: a misuse."""
-    engine._pulls._active["r"].feed(BlocksReady())
+    engine._pulls._active["r", 0].feed(BlocksReady())
 
 
 async def broken_pull(engine: TransferEngine, ticket: Ticket) -> FerryInternalError:
@@ -104,7 +104,7 @@ async def test_a_bug_without_transfers_in_flight_keeps_nothing(autojump_clock) -
 
             async def later() -> None:
                 await trio.sleep(1)
-                pull = decode._pulls._active["r"]
+                pull = decode._pulls._active["r", 0]
                 assert pull._machine.state is PullState.PLANNED
                 pull.feed(RoomTaken())  # before anybody has asked for it
 

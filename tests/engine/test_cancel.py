@@ -49,7 +49,7 @@ async def cut_short(at_step: int, ends: Ends, *, how: str, ranks: int = 1) -> in
         def end() -> None:
             if how == "cancel":
                 scope.cancel()
-            elif pull := decode._pulls._active.get("r"):
+            elif pull := decode._pulls._active.get(("r", 0)):
                 # As if this very step had come at the deadline.
                 pull._machine._deadline_at = trio.current_time()
                 pull._driver._changed.set()

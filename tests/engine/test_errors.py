@@ -209,7 +209,7 @@ async def closed(scene: Scene) -> FerryError:
 async def our_bug(scene: Scene) -> FerryError:
     # An event that no table allows here.
     return await scene.error_after(
-        lambda: scene.decode._pulls._active["r"].feed(BlocksReady())
+        lambda: scene.decode._pulls._active["r", 0].feed(BlocksReady())
     )
 
 

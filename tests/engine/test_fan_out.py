@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import trio
+import trio.testing
 
 from kvferry.engine import (
     LeaseExpired,
@@ -12,6 +13,7 @@ from kvferry.engine import (
     OfferSpent,
     OfferWithdrawn,
     PeerLost,
+    RequestInUse,
 )
 from kvferry.engine.pump import Cadence
 from kvferry.protocol import BadTicket, Ticket
@@ -51,6 +53,23 @@ async def test_one_consumer_may_read_all_its_samples(autojump_clock) -> None:
         await decode.pull(offer.tickets[0], {GROUP: [2]})
         assert offer.outcomes == (OfferOutcome.RELEASED, None)
         await decode.pull(offer.tickets[1], {GROUP: [3]})
+        assert await offer.wait() is OfferOutcome.RELEASED
+    assert consumer.holds([2], num_tokens=4)
+    assert consumer.holds([3], num_tokens=4)
+
+
+async def test_one_consumer_may_read_its_samples_at_once(autojump_clock) -> None:
+    """The same share twice is refused all the same (case h3)."""
+    producer, consumer = Pool(), Pool()
+    async with World().pair(producer, consumer) as (prefill, decode):
+        blocks = producer.stamp([1], num_tokens=4)
+        offer = prefill.offer("r", blocks, num_tokens=4, consumers=2)
+        async with trio.open_nursery() as nursery:
+            for place, ticket in enumerate(offer.tickets):
+                nursery.start_soon(decode.pull, ticket, {GROUP: [2 + place]})
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(RequestInUse):
+                await decode.pull(offer.tickets[1], {GROUP: [4]})
         assert await offer.wait() is OfferOutcome.RELEASED
     assert consumer.holds([2], num_tokens=4)
     assert consumer.holds([3], num_tokens=4)

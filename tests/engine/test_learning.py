@@ -168,6 +168,83 @@ async def test_the_same_request_again_is_an_offer_to_come(autojump_clock) -> Non
         assert await again.wait() is OfferOutcome.RELEASED
 
 
+async def test_o1_a_used_ticket_does_not_use_up_the_next_one(autojump_clock) -> None:
+    """The request is offered once more, alike: who comes with an old ticket is late.
+
+    By a reader that asks nobody who made a ticket, and after more than one more try.
+    """
+    world, pools, readers = World(), sharded(2), sharded(2)
+    async with (
+        world.joined("p", pools) as prefill,
+        world.joined("c", readers) as decode,
+    ):
+        tickets: list[Ticket] = []
+        for place in range(3):
+            offers = [offered(*each) for each in zip(prefill, pools, strict=True)]
+            tickets.append(offers[0].ticket)
+            for old in tickets[:-1]:
+                with trio.fail_after(0.1), pytest.raises(OfferSpent):
+                    await decode[1].pull(old, {GROUP: [12, 13]})
+                await trio.testing.wait_all_tasks_blocked()
+            assert [offer.outcome for offer in offers] == [None, None]
+            blocks = {GROUP: [2 * place, 2 * place + 1]}
+            for engine in decode:
+                await engine.pull(offers[0].ticket, blocks)
+            assert [await offer.wait() for offer in offers] == [
+                OfferOutcome.RELEASED
+            ] * 2
+
+
+async def test_late_words_are_of_the_offer_that_they_were_for(autojump_clock) -> None:
+    """The first try is withdrawn and begun anew, before its reader has heard of that."""
+    world, pools, readers = World(), sharded(2), sharded(2)
+    async with (
+        world.joined("p", pools) as prefill,
+        world.joined("c", readers) as decode,
+    ):
+        never = trio.Event()
+        first = [
+            offered(*each, after=never.wait)
+            for each in zip(prefill, pools, strict=True)
+        ]
+        async with trio.open_nursery() as nursery:
+
+            async def fail() -> None:
+                with pytest.raises(OfferWithdrawn):
+                    await decode[1].pull(first[0].ticket, {GROUP: OURS})
+
+            nursery.start_soon(fail)  # at its next renewal: a word of the first try
+            await trio.sleep(0.5)
+            for offer in first:
+                offer.withdraw()
+            again = [offered(*each) for each in zip(prefill, pools, strict=True)]
+        await trio.testing.wait_all_tasks_blocked()
+        assert [offer.outcome for offer in again] == [None, None]
+        for engine in decode:
+            await engine.pull(again[0].ticket, {GROUP: OURS})
+        assert [await offer.wait() for offer in again] == [OfferOutcome.RELEASED] * 2
+    for pool in readers:
+        pool.check(OURS, num_tokens=TOKENS)
+
+
+async def test_the_next_try_may_have_another_rank_s_ticket(autojump_clock) -> None:
+    """The rank whose ticket was used has not offered again: it is not the old one."""
+    world, pools, consumer = World(), sharded(2), Pool(16)
+    async with (
+        world.joined("p", pools) as prefill,
+        world.engine("c", consumer) as decode,
+        trio.open_nursery() as nursery,
+    ):
+        offers = [offered(*each) for each in zip(prefill, pools, strict=True)]
+        await decode.pull(offers[0].ticket, {GROUP: OURS})
+        again = offered(prefill[1], pools[1])
+        nursery.start_soon(decode.pull, again.ticket, {GROUP: [8, 9]})
+        await trio.sleep(1.0)
+        late = offered(prefill[0], pools[0])
+        assert await late.wait() is OfferOutcome.RELEASED
+        assert await again.wait() is OfferOutcome.RELEASED
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_ranks_that_offer_different_things(autojump_clock, *, is_late) -> None:
     """One request id, other blocks: refused, whoever comes first, and nothing is read."""

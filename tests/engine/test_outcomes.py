@@ -393,7 +393,7 @@ async def test_o6_one_completion_three_times_and_another_never(autojump_clock) -
 
         async def doubles() -> None:
             await trio.sleep(4)
-            pull = decode._pulls._active["r"]
+            pull = decode._pulls._active["r", 0]
             for _ in range(3):
                 pull.feed(WaveSettled(0))
                 pull.feed(ConfirmArrived(0))

@@ -104,7 +104,7 @@ async def test_o5_every_state_is_ended_by_time_alone(
 
             async def watch() -> None:
                 await trio.sleep(0.5 + (DEADLINE_S if state is S.DRAINING else 0))
-                seen.append(decode._pulls._active["r"]._machine.state)
+                seen.append(decode._pulls._active["r", 0]._machine.state)
                 if is_cancelled:
                     scope.cancel()
 

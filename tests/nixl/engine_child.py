@@ -137,7 +137,7 @@ class Told(PushCommands):
         begun = self._begun.get(request_id)
         if begun is None or begun.ended.is_set():
             return
-        pull = self._engine._pulls._active.get(request_id)
+        pull = self._engine._pulls._active.get((request_id, 0))
         phase = pull._machine.state.value if pull else "not begun"
         begun.result = {"cancelled": phase}
         begun.scope.cancel()
@@ -151,7 +151,7 @@ class Told(PushCommands):
     async def in_flight(self) -> Any:
         """The pulls whose transfers may touch memory at this moment."""
         active = self._engine._pulls._active
-        return sorted(name for name, pull in active.items() if pull._machine.unsettled)
+        return sorted(n for (n, _), pull in active.items() if pull._machine.unsettled)
 
     async def quarantined(self) -> Any:
         return sorted(self._engine.quarantine.blocks(GROUP))

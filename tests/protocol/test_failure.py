@@ -52,6 +52,16 @@ def test_what_is_no_error_of_ours() -> None:
     assert len(failure.detail) == 1024
 
 
+def test_a_group_is_told_by_what_is_in_it() -> None:
+    """Work that has a nursery raises one: the error of ours in it is the failure."""
+    error = LeaseExpired("late", peer="p", request_id="r")
+    inner = BaseExceptionGroup("inner", [KeyboardInterrupt(), error])
+    group = BaseExceptionGroup("outer", [ZeroDivisionError(), inner])
+    assert failure_of(group, RANK) == failure_of(error, RANK)
+    bug = ExceptionGroup("outer", [ZeroDivisionError("x")])
+    assert failure_of(bug, RANK).detail == "ZeroDivisionError: x"
+
+
 def test_a_class_of_the_caller_s_below_one_of_ours() -> None:
     """The nearest that everybody has."""
 
