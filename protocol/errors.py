@@ -9,6 +9,7 @@
     |   |-- ImpossiblePlan       two layouts, or two spans, that cannot be paired
     |   |-- UnknownBlock         a block id outside its pool, or listed twice
     |   |-- RequestInUse         a request id that is already active here
+    |   |-- BlocksInUse          a destination block that is written for another request
     |   `-- BadTicket            bytes or a dict that are not a ticket
     |       `-- UntrustedTicket      it names an address that we have no reason to dial
     |-- PeerError              they: look at the peer
