@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from kvferry.engine.spans import ABSENT
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -40,9 +42,11 @@ class QuarantineEntry:
 
 
 def held_blocks(spans: Mapping[str, Span]) -> dict[str, tuple[int, ...]]:
-    """The blocks of a request, as an entry has them."""
+    """The blocks of a request, as an entry has them, without those that a window dropped."""
     return {
-        name: tuple(int(block) for block in span.block_ids if block is not None)
+        name: tuple(
+            int(block) for block in span.block_ids if block not in {None, ABSENT}
+        )
         for name, span in spans.items()
     }
 

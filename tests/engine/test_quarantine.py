@@ -5,7 +5,9 @@ from __future__ import annotations
 import trio
 import trio.testing
 
-from kvferry.engine import Quarantine, QuarantineEntry, TransferFailed
+from kvferry.engine import Quarantine, QuarantineEntry, Span, TransferFailed
+from kvferry.engine.quarantine import held_blocks
+from kvferry.engine.spans import as_array
 
 
 def entry(request_id, blocks) -> QuarantineEntry:
@@ -94,3 +96,11 @@ async def test_a_scheduler_can_wait_for_the_blocks_that_it_wants(
         assert done[2:] == ["of the first"]
         quarantine.reclaim(second)
     assert done[3:] == ["of both"]
+
+
+def test_a_dropped_block_is_none_of_the_held_ones() -> None:
+    """As a list tells it and as an array does: a window has given it back long ago."""
+    plain = Span([None, 3, 7], 0)
+    array = as_array(plain, group="full", side="producer")
+    for span in (plain, array):
+        assert held_blocks({"full": span}) == {"full": (3, 7)}
