@@ -165,7 +165,8 @@ async def measure(plan: dict[str, Any], say: Callable[[Result], None]) -> None:
             say(await _small_pulls(both, opened, max(opened, 300)))
         if rounds := await _pump_rounds(both):
             say(rounds)
-    async with pair(Pool(MANY + 8)) as both:
+    # One pull's worth more of ours: no two requests may write one block.
+    async with pair(Pool(2 * MANY + 1), Pool(MANY + 1)) as both:
         await _large(both)
         say(await _many_at_once(both))
         say(await _among_large(both, plan["rounds"]))
@@ -286,17 +287,15 @@ async def _large(both: Pair) -> float:
 
 @asynccontextmanager
 async def _under_way(both: Pair, pulls: int) -> AsyncIterator[trio.CancelScope]:
-    """Pulls of 1 GB, well under way; left by cancelling them.
-
-    They have the same blocks on both sides, so that whatever order they are written
-    in, the bytes are the same.
-    """
+    """Pulls of 1 GB, well under way; left by cancelling them."""
     blocks = list(range(MANY))
     tickets = await both.tickets([blocks] * pulls, num_tokens=16 * MANY)
     both.fabric.clear()
     async with trio.open_nursery() as nursery:
-        for ticket in tickets:
-            nursery.start_soon(both.pull, ticket, blocks)
+        for n, ticket in enumerate(tickets):
+            nursery.start_soon(
+                both.pull, ticket, [n * MANY + block for block in blocks]
+            )
         await both.fabric.settled(32)
         yield nursery.cancel_scope
         nursery.cancel_scope.cancel()
@@ -304,11 +303,10 @@ async def _under_way(both: Pair, pulls: int) -> AsyncIterator[trio.CancelScope]:
 
 async def _among_large(both: Pair, rounds: int) -> Result:
     """One block, while two large pulls have more waves than the engine may post."""
-    place = [MANY + 1]
 
     async def small() -> float:
-        ticket = await both.ticket(place, num_tokens=16)
-        return (await both.pull(ticket, place))[1]
+        ticket = await both.ticket([MANY], num_tokens=16)
+        return (await both.pull(ticket, [2 * MANY]))[1]
 
     alone, among, waves = [], [], []
     for _ in range(rounds):
