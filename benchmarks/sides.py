@@ -23,6 +23,7 @@ import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ from kvferry.engine import (
     tp_shard,
 )
 from kvferry.engine.fabric import Operation
+from kvferry.engine.fabric.copying import CopyingFabric
 from kvferry.engine.fabric.nixl import NixlFabric
 from kvferry.protocol import Contact, ModelIdentity, Ticket
 from kvferry.protocol.layout import Region
@@ -153,8 +155,8 @@ def scattered(pool: int, count: int, *, seed: int) -> list[int]:
 # --- NIXL as it is ---------------------------------------------------------------
 
 
-class TimedFabric(NixlFabric):
-    """Notes when something is posted, and how long it is under way.
+class TimedFabric(CopyingFabric):
+    """The default transport; notes when something is posted, and how long it is under way.
 
     Attributes:
         posted_at: The begin of each post.
@@ -162,7 +164,9 @@ class TimedFabric(NixlFabric):
     """
 
     def __init__(self) -> None:
-        super().__init__(f"timed-{secrets.token_hex(8)}")
+        name, threads = f"timed-{secrets.token_hex(8)}", EngineConfig.copy_threads
+        second = partial(NixlFabric, name, copy_threads=threads)
+        super().__init__(NixlFabric(name), second)
         self.posted_at: list[float] = []
         self.waves_s: list[float] = []
         self._began: dict[Transfer, float] = {}

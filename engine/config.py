@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ("EngineConfig",)
 
-MAY_BE_ZERO = frozenset({"staging_bytes", "clock_tolerance_s"})
+MAY_BE_ZERO = frozenset({"staging_bytes", "copy_threads", "clock_tolerance_s"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,9 @@ class EngineConfig:
             flight at once, from and to all peers and one peer; others wait for their
             turn.
         max_waves_in_flight: How many waves are, likewise.
+        copy_threads: Threads that copy host memory between processes of one host,
+            begun when there is such a peer; they sleep while nothing is copied. 0
+            leaves the copying to the loop, which then stands still for each wave.
         landing: ``auto`` lets the cost model choose for each part of the cache
             whether its runs are read one by one to their places (``direct``), or in
             long stretches, holes included, that a copy on the destination's device
@@ -124,10 +127,11 @@ class EngineConfig:
     peer_idle_s: float = 300.0
     drain_grace_s: float = 10.0
     wave_bytes: int = 8 * 1024 * 1024
-    window: int = 3
+    window: int = 4
     max_bytes_in_flight: int = 64 * 1024 * 1024
     max_peer_bytes_in_flight: int = 16 * 1024 * 1024
     max_waves_in_flight: int = 256
+    copy_threads: int = 2
     landing: Landing = "auto"
     staging_bytes: int = 64 * 1024 * 1024
     cost: CostModel = CostModel()  # noqa: RUF009 - frozen

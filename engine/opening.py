@@ -79,7 +79,7 @@ async def open_engine(
     streams = TlsStreams(
         streams or TcpStreams(), listen=config.tls_listen, dial=config.tls_dial
     )
-    fabric = fabric or _nixl(key, cache, log)
+    fabric = fabric or _nixl(key, config, cache, log)
     engine: TransferEngine | None = None
     try:
         fabric.register(cache.layout.regions)
@@ -105,9 +105,13 @@ async def open_engine(
                             # Not with `start`: were it cancelled, it would wait for
                             # the shielded task, and for ever.
                             pump_nursery.start_soon(engine._run_pump, pump_scope)
-                            services.nursery.start_soon(engine._traffic.run)
-                            services.nursery.start_soon(engine._offers.sweep)
-                            services.nursery.start_soon(engine._peers.sweep)
+                            for service in (
+                                fabric.attend,
+                                engine._traffic.run,
+                                engine._offers.sweep,
+                                engine._peers.sweep,
+                            ):
+                                services.nursery.start_soon(service)
                             await engine._listen(streams, services.nursery)
                             services.nursery.start_soon(engine._run_instance)
                             log.info("engine_opened", address=engine.address)
@@ -197,9 +201,16 @@ def _standard_logger() -> Any:  # noqa: ANN401 - structlog's own loggers are typ
     )
 
 
-def _nixl(key: EngineKey, cache: KVCache, log: FilteringBoundLogger) -> Fabric:
+def _nixl(
+    key: EngineKey, config: EngineConfig, cache: KVCache, log: FilteringBoundLogger
+) -> Fabric:
     # Imported when needed: the bindings take seconds to load, and tests that
     # bring a fabric of their own can do without.
-    from kvferry.engine.fabric.nixl import NixlFabric  # noqa: PLC0415
+    from kvferry.engine.fabric.copying import over_nixl  # noqa: PLC0415
 
-    return NixlFabric(str(key), enter_device=cache.enter_device, log=log)
+    return over_nixl(
+        str(key),
+        copy_threads=config.copy_threads,
+        enter_device=cache.enter_device,
+        log=log,
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from kvferry.engine.finish import EVENT_POLL_S
 from kvferry.protocol.errors import FerryInternalError, TransferFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvferry.engine.images import BulkSection, Image
     from kvferry.engine.runs import Loop
@@ -31,8 +32,9 @@ THREAD_BYTES = 1024 * 1024
 """Copied in a worker thread from this size on: a hop costs 50 us (nixl-facts row 15),
 and the next wave is read meanwhile, which on one host takes the loop's own thread."""
 
-THREADS = 1
-"""More would share one memory bus, and take cores from whoever computes."""
+THREADS = 2
+"""So that one goes on while the loop hears of the other's end; more would share one
+memory bus, and take cores from whoever computes."""
 
 # By width, to copy: widest first. No value is looked at, so any type will do.
 _WIDTHS = {
@@ -66,30 +68,31 @@ class Rearranger:
         Raises:
             TransferFailed: Torch could not.
         """
-        copies = [
-            copy
-            for piece in selected.pieces(wave)
-            for copy in self._copies(selected.section, piece, cell)
-        ]
+        copy = partial(self._copy, selected, wave, cell)
         try:
             if cell.device.type == "cuda":
-                await self._run_cuda(cell.device, copies)
+                await self._run_cuda(cell.device, copy)
             elif selected.bytes_of(wave) < THREAD_BYTES:
-                _run(copies, cell.device)
+                copy()
             else:
-                await trio.to_thread.run_sync(
-                    _run, copies, cell.device, limiter=self._threads
-                )
+                await trio.to_thread.run_sync(copy, limiter=self._threads)
         except RuntimeError as exc:
             raise TransferFailed(f"could not put landed bytes in place: {exc}") from exc
 
-    async def _run_cuda(self, device: torch.device, copies: Sequence[_Copy]) -> None:
+    def _copy(self, selected: BulkSelection, wave: slice, cell: torch.Tensor) -> None:
+        """All copies of a wave; only queues them on a GPU."""
+        for piece in selected.pieces(wave):
+            for copy in self._copies(selected.section, piece, cell):
+                copy.upload(cell.device)
+                copy.apply()
+
+    async def _run_cuda(self, device: torch.device, copy: Callable[[], None]) -> None:
         """On a stream of its own: like the bytes of a direct read, these wait for
         nothing that a caller has queued."""
         with torch.cuda.device(device):
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
-                _run(copies, device)
+                copy()
                 done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 done.record(stream)
         while not done.query():  # type: ignore[no-untyped-call]  # noqa: ASYNC110 - an event can only be polled
@@ -203,12 +206,6 @@ class _Copy:
         # Gathering what is whole would copy it once more.
         landed = self._landed[tuple(self._from)] if self._from else self._landed
         local.index_put_(tuple(at[:1] if places == 1 else at), landed)
-
-
-def _run(copies: Sequence[_Copy], device: torch.device) -> None:
-    for copy in copies:
-        copy.upload(device)
-        copy.apply()
 
 
 def _corners(loops: Sequence[Loop]) -> Iterator[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """`Fabric`: the narrow interface between the engine and a transport.
 
-Everything here is synchronous and belongs to one thread, the one trio runs in.
+Everything here but `Fabric.attend` is synchronous, and all of it belongs to one thread,
+the one trio runs in.
 An implementation translates every failure of its transport into kvferry's
 errors; nothing above this folder sees a foreign exception.
 
@@ -107,6 +108,12 @@ class Fabric(abc.ABC):
     """
 
     name: str
+
+    async def attend(self) -> None:  # noqa: B027 - most have nothing to attend to
+        """What is to be done beside the loop: runs while the engine does, or ends.
+
+        Nothing, by default.
+        """
 
     @abc.abstractmethod
     def register(self, regions: Sequence[Region]) -> None:

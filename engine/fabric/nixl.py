@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import logging
 import os
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import structlog
 from nixl import _bindings as bindings
-from nixl._api import nixl_agent, nixl_agent_config
+from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
 from kvferry.engine.fabric.base import (
     MAX_NOTICE_BYTES,
@@ -58,6 +59,13 @@ __all__ = ("NixlFabric",)
 INITIATOR: Final = "NIXL_INIT_AGENT"
 """The name under which an agent prepares its own side of a transfer."""
 
+SPLIT_DESCRIPTORS = 1
+"""With threads: every post is theirs, however few descriptors it has."""
+
+LAST_COPY_S = 0.1
+"""With threads: when a post fails for one of them, another may be copying still. No
+single copy takes so long."""
+
 Handle = Any
 """A handle object of the untyped bindings; None once it is given back."""
 
@@ -76,6 +84,8 @@ class _NixlTransfer(Transfer):
 
     Attributes:
         verdict: What `poll` says from now on without asking NIXL again.
+        fails_at: When nothing moves any more though NIXL cannot be asked; by
+            `perf_counter`.
     """
 
     def __init__(self, peer: str, handle: Handle) -> None:
@@ -83,6 +93,7 @@ class _NixlTransfer(Transfer):
         self.handle = handle
         self.cause: FerryError | None = None
         self.verdict: Progress | None = None
+        self.fails_at: float | None = None
 
 
 class NixlFabric(Fabric):
@@ -94,6 +105,7 @@ class NixlFabric(Fabric):
         *,
         backends: Sequence[str] = ("UCX",),
         progress_thread: bool = False,
+        copy_threads: int = 0,
         enter_device: Callable[[], None] | None = None,
         log: FilteringBoundLogger | None = None,
     ) -> None:
@@ -104,6 +116,8 @@ class NixlFabric(Fabric):
             backends: NIXL's names of the backends to bring up.
             progress_thread: Let NIXL progress by itself. It burns most of a core
                 when idle (nixl-facts row 16), and polling does the same work.
+            copy_threads: Spread each post over so many threads of NIXL's. They spin
+                while its bytes are under way: for copies on one host.
             enter_device: Called first, in this thread. It makes a CUDA context
                 current: UCX gives up on ``cuda_ipc`` in silence if there is none
                 when the agent is first touched (nixl-facts row 22).
@@ -121,8 +135,12 @@ class NixlFabric(Fabric):
         self._prepared: set[_NixlPrepared] = set()
         self._transfers: set[_NixlTransfer] = set()
         self._dropped_notices = 0
+        self._has_threads = copy_threads > 0
         self._agent: Any = _create_agent(
-            name, backends, progress_thread=progress_thread
+            name,
+            backends,
+            progress_thread=progress_thread,
+            copy_threads=copy_threads,
         )
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -233,6 +251,8 @@ class NixlFabric(Fabric):
         if isinstance(transfer, _NixlTransfer) and transfer.verdict is not None:
             return transfer.verdict
         own = self._own_transfer(transfer)
+        if own.fails_at is not None:
+            return _end(own)
         try:
             status = self._live().check_xfer_state(own.handle)
         except Exception as exc:  # noqa: BLE001 - see the module's docstring
@@ -326,9 +346,12 @@ class NixlFabric(Fabric):
         try:
             self._live().transfer(transfer.handle)
         except bindings.nixlRemoteDisconnectError as exc:
-            _release(transfer.handle, self._log)
-            msg = f"{transfer.peer} is gone: {exc}"
-            raise PeerLost(msg, peer=transfer.peer) from exc
+            lost = PeerLost(f"{transfer.peer} is gone: {exc}", peer=transfer.peer)
+            if not self._has_threads:
+                _release(transfer.handle, self._log)
+                raise lost from exc
+            lost.__cause__ = exc
+            transfer.cause, transfer.fails_at = lost, perf_counter() + LAST_COPY_S
         except Exception as exc:  # noqa: BLE001 - see the module's docstring
             # A part of it may be on its way: from here on poll tells.
             _verdict(transfer, exc)
@@ -389,15 +412,26 @@ def _leave_stdout_alone() -> None:
     os.environ.setdefault("UCX_LOG_FILE", "stderr")
 
 
-def _create_agent(name: str, backends: Sequence[str], *, progress_thread: bool) -> Any:  # noqa: ANN401 - the bindings are untyped
+def _create_agent(
+    name: str, backends: Sequence[str], *, progress_thread: bool, copy_threads: int
+) -> Any:  # noqa: ANN401 - the bindings are untyped
+    # With threads, UCX must lock its workers: NIXL asks it to if the agent may be
+    # called from several, and crashes otherwise.
+    sync_mode = nixl_thread_sync_t.NIXL_THREAD_SYNC_RW if copy_threads else None
+    options = {
+        "num_threads": str(copy_threads),
+        "split_batch_size": str(SPLIT_DESCRIPTORS),
+    }
     config = nixl_agent_config(
-        enable_prog_thread=progress_thread, backends=list(backends)
+        enable_prog_thread=progress_thread, backends=[], sync_mode=sync_mode
     )
     try:
         agent = nixl_agent(name, config)
+        for backend in backends:
+            if backend in agent.plugin_list:
+                agent.create_backend(backend, options if copy_threads else {})
     except Exception as exc:
         raise ConfigError(f"NIXL cannot create an agent: {exc}") from exc
-    # A backend without its plugin is only warned of, and skipped.
     if missing := [b for b in backends if b not in agent.backends]:
         raise ConfigError(f"NIXL has no backend {', '.join(missing)}")
     return agent
@@ -411,6 +445,14 @@ def _refusal(exc: Exception, peer: str) -> FerryError:
         # Not found: connected anew, and the rows are of the time before.
         return PeerLost(f"{peer} is gone, or was connected anew: {exc}", peer=peer)
     return TransferFailed(f"NIXL refused the request: {exc}", peer=peer)
+
+
+def _end(transfer: _NixlTransfer) -> Progress:
+    """What can be said about a post of several threads that failed for one of them."""
+    if perf_counter() < (transfer.fails_at or 0.0):
+        return Progress.LOST
+    transfer.verdict = Progress.FAILED
+    return Progress.FAILED
 
 
 def _verdict(transfer: _NixlTransfer, exc: Exception) -> Progress:

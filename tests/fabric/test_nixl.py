@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import trio
 from nixl._api import nixl_agent, nixl_agent_config
 
-from kvferry.engine.fabric import Notice
+from kvferry.engine.fabric import Notice, copying
+from kvferry.engine.fabric.copying import over_nixl
 from kvferry.engine.fabric.nixl import NixlFabric
 from kvferry.protocol.errors import ConfigError, FerryError, MisuseError
 from kvferry.protocol.layout import Region
@@ -32,14 +34,35 @@ OVER_TCP = Path(__file__).with_name("over_tcp.py")
 pytestmark = pytest.mark.nixl
 
 
-@pytest.fixture(scope="session", params=["one_process", "two_processes"])
+@pytest.fixture(
+    scope="session", params=["one_process", "two_processes", "threads", "copying"]
+)
 def rig(request):
     if request.param == "one_process":
         rig = LocalRig(new_nixl(unique("initiator")), LocalPeer(new_nixl))
-    else:
+    elif request.param == "two_processes":
         rig = Rig(new_nixl(unique("initiator")), ChildPeer())
+    elif request.param == "threads":
+        rig = Rig(NixlFabric(unique("initiator"), copy_threads=2), ChildPeer())
+    else:
+        rig = Rig(over_nixl(unique("initiator"), copy_threads=2), ChildPeer())
+        request.getfixturevalue("everything_is_copied")
+        while not rig.fabric.is_wanted:
+            write_is_byte_exact(rig)
+        trio.run(rig.fabric.attend)
     yield rig
+    if request.param == "copying":
+        assert rig.fabric.copies
     rig.close()
+
+
+@pytest.fixture(scope="session")
+def everything_is_copied():
+    """By the second agent, however small it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "LARGE_BYTES", 1)
+        patch.setattr(copying, "LATE_S", 0.0)
+        yield
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -195,7 +195,7 @@ class Told(PushCommands):
         in_flight = [t for t in transfers if not engine._fabric.poll(t).is_settled]
         for transfer in transfers:
             transfer.handle.release()
-            engine._fabric._transfers.discard(transfer)
+            engine._fabric._first._transfers.discard(transfer)
         return len(in_flight)
 
     # One rank of an instance.
@@ -260,6 +260,10 @@ class Told(PushCommands):
 
     async def statistics(self) -> Any:
         return self._engine.statistics()
+
+    async def copies(self) -> Any:
+        """How many posts were copied by threads beside the loop."""
+        return self._engine._fabric.copies
 
     async def let_pass(self, seconds: float) -> Any:
         """Answer after a while."""

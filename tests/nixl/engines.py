@@ -29,9 +29,9 @@ def engine(
     return Child(SCRIPT, *_arguments(engine_id, pool, settings), env=env)
 
 
-def restartable() -> Restartable:
-    """A process for one engine after another, over tcp; hear it before `open_in`."""
-    return Restartable(SCRIPT, env=TCP)
+def restartable(env: dict[str, str] = TCP) -> Restartable:
+    """A process for one engine after another; hear it before `open_in`."""
+    return Restartable(SCRIPT, env=env)
 
 
 def open_in(
