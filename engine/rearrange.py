@@ -68,7 +68,7 @@ class Rearranger:
         Raises:
             TransferFailed: Torch could not.
         """
-        copy = partial(self._copy, selected, wave, cell)
+        copy = partial(self._put, selected, wave, cell)
         try:
             if cell.device.type == "cuda":
                 await self._run_cuda(cell.device, copy)
@@ -79,7 +79,7 @@ class Rearranger:
         except RuntimeError as exc:
             raise TransferFailed(f"could not put landed bytes in place: {exc}") from exc
 
-    def _copy(self, selected: BulkSelection, wave: slice, cell: torch.Tensor) -> None:
+    def _put(self, selected: BulkSelection, wave: slice, cell: torch.Tensor) -> None:
         """All copies of a wave; only queues them on a GPU."""
         for piece in selected.pieces(wave):
             for copy in self._copies(selected.section, piece, cell):

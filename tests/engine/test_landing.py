@@ -373,13 +373,13 @@ async def test_a_cancelled_pull_puts_nothing_more_in_place(autojump_clock) -> No
 
 def test_what_is_long_is_put_in_place_beside_the_loop(monkeypatch) -> None:
     """In a worker thread, so that the next wave is read meanwhile: the same bytes."""
-    in_loop, run = [], rearrange._run
+    in_loop, run = [], rearrange.Rearranger._put
 
     def noted(*args: Any) -> None:
         in_loop.append(trio.lowlevel.in_trio_run())
         run(*args)
 
-    monkeypatch.setattr(rearrange, "_run", noted)
+    monkeypatch.setattr(rearrange.Rearranger, "_put", noted)
     for threshold, found in ((1 << 20, True), (1, False)):
         monkeypatch.setattr(rearrange, "THREAD_BYTES", threshold)
         network = MemoryNetwork(seed=1)
@@ -403,7 +403,7 @@ async def test_a_failing_copy_fails_the_pull(autojump_clock, monkeypatch) -> Non
             def broken(*_: object) -> None:
                 raise RuntimeError("no kernel image")
 
-            patch.setattr(rearrange, "_run", broken)
+            patch.setattr(rearrange.Rearranger, "_put", broken)
             with pytest.raises(TransferFailed, match="no kernel image") as caught:
                 await pull_and_check(prefill, decode, pools, 0)
         assert caught.value.phase == "reading"
