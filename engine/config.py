@@ -129,7 +129,7 @@ class EngineConfig:
     wave_bytes: int = 8 * 1024 * 1024
     window: int = 4
     max_bytes_in_flight: int = 64 * 1024 * 1024
-    max_peer_bytes_in_flight: int = 16 * 1024 * 1024
+    max_peer_bytes_in_flight: int = 24 * 1024 * 1024
     max_waves_in_flight: int = 256
     copy_threads: int = 2
     landing: Landing = "auto"

@@ -80,6 +80,11 @@ if TYPE_CHECKING:
 __all__ = ("Cargo", "Delivery", "aborted")
 
 
+ANNOUNCED_BYTES = 1 << 20
+"""A first wave as large is announced: over tcp it comes as fast as its target looks. A
+smaller one is there before."""
+
+
 class Cargo(NamedTuple):
     """What is pushed: the producer's blocks of one request."""
 
@@ -314,6 +319,8 @@ class Delivery:
             raise LeaseExpired("the consumer's lease ran out before the wave's turn")
         wave, pairs = self._wave(number)
         ours, theirs = pairs[wave.selected.index]
+        if number == 0 and wave.bytes >= ANNOUNCED_BYTES:
+            self._target.announce(self.register.token)
         return fabric.post(
             Operation.WRITE,
             ours,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.engine.budget import SeldomLog
 from kvferry.protocol.errors import ProtocolViolation
-from kvferry.protocol.notices import decode_notice, shown_token
+from kvferry.protocol.notices import AHEAD, decode_notice, shown_token
 from kvferry.protocol.text import printable
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class _Expected:
         """Whether the part is new, and none that nobody would take."""
         if part >= MAX_PARTS:
             return False
-        byte, bit = part >> 3, 1 << (part & 7)
+        byte, bit = (part - AHEAD) >> 3, 1 << ((part - AHEAD) & 7)
         if byte >= len(self.seen):
             self.seen.extend(bytes(byte + 1 - len(self.seen)))
         is_new = not self.seen[byte] & bit

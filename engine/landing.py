@@ -80,7 +80,7 @@ from kvferry.protocol.link import (
     Revoked,
     Spare,
 )
-from kvferry.protocol.notices import TOKEN_BYTES
+from kvferry.protocol.notices import AHEAD, TOKEN_BYTES
 from kvferry.protocol.ranges import Ranges
 from kvferry.protocol.ticket import TicketSpan
 
@@ -109,7 +109,7 @@ ASK_AGAIN_S = 1.0
 
 LONGEST_ASK_S = 60.0
 
-QUIET_S = 0.01
+QUIET_S = 0.03
 """After so long without a notice the next one is no more awaited by the moment."""
 
 
@@ -350,7 +350,8 @@ class _Landing:
     def arrived(self, source: int, part: int) -> None:
         """A source's notice has come."""
         self._expect_more()
-        self.feed(PartArrived(source, part))
+        if part != AHEAD:
+            self.feed(PartArrived(source, part))
 
     def _expect_more(self) -> None:
         """Notices are near: look often. A stream has pauses, as long as it computes."""

@@ -7,6 +7,7 @@ link has ended and no delivery uses it any more.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +24,7 @@ from kvferry.protocol.errors import (
     ProtocolViolation,
     PushAborted,
 )
+from kvferry.protocol.notices import AHEAD, Written, encode_notice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -267,6 +269,14 @@ class Target:
     def claim(self, number: int) -> ClaimPlans | None:
         """A claim by its number."""
         return self._claims.get(number)
+
+    def announce(self, token: bytes) -> None:
+        """Say that the first bytes are on their way: it looks often then. Nothing
+        depends on it."""
+        if self._agent is not None:
+            with suppress(FerryError):
+                notice = encode_notice(Written(token, AHEAD))
+                self._writer.fabric.notify(self._agent, notice)
 
     def lose(self) -> None:
         """The link has ended: give everything back that nobody uses any more."""

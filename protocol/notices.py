@@ -15,6 +15,7 @@ import msgspec
 from kvferry.protocol.errors import ProtocolViolation
 
 __all__ = (
+    "AHEAD",
     "TOKEN_BYTES",
     "Written",
     "decode_notice",
@@ -24,9 +25,14 @@ __all__ = (
 
 TOKEN_BYTES = 16
 
+AHEAD = -1
+"""Stands for a part when none has been written yet, and the first is on its way: whoever
+looks often from now on makes it come faster."""
+
 
 class Written(msgspec.Struct, frozen=True, tag="written", forbid_unknown_fields=True):
     """The bytes of part ``part`` have arrived; `link.Finished` says how many there are.
+    Or, with `AHEAD`, the first ones have left.
 
     Attributes:
         token: What the consumer chose for this landing and this producer rank,
@@ -36,7 +42,7 @@ class Written(msgspec.Struct, frozen=True, tag="written", forbid_unknown_fields=
     token: Annotated[
         bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)
     ]
-    part: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    part: Annotated[int, msgspec.Meta(ge=AHEAD, lt=2**31)]
 
 
 _encoder = msgspec.msgpack.Encoder()

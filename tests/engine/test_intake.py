@@ -8,7 +8,7 @@ import trio
 from kvferry.engine.fabric import Notice
 from kvferry.engine.intake import MAX_PARTS, MOST_AT_ONCE, Intake
 from kvferry.protocol.lifecycle.landing import LandingMachine
-from kvferry.protocol.notices import TOKEN_BYTES, Written, encode_notice
+from kvferry.protocol.notices import AHEAD, TOKEN_BYTES, Written, encode_notice
 from tests.kit import Pool, World, agent
 from tests.pushing import OURS, begin_landing, begin_push
 
@@ -23,12 +23,12 @@ async def test_parts_are_handed_over_in_order_and_once() -> None:
     """To whoever has chosen the token; doubled ones are strays."""
     intake, heard = Intake(log=World().logger()), []
     intake.expect(TOKEN, heard.append)
-    for part in (3, 0, 3, 2**31 - 1, MAX_PARTS, MAX_PARTS - 1, 0):
+    for part in (AHEAD, 3, 0, 3, AHEAD, 2**31 - 1, MAX_PARTS, MAX_PARTS - 1, 0):
         intake.take(notice(TOKEN, part))
     assert heard == []
     assert not intake.hand_over()
-    assert heard == [3, 0, MAX_PARTS - 1]
-    assert intake.strays == 4
+    assert heard == [AHEAD, 3, 0, MAX_PARTS - 1]
+    assert intake.strays == 5
 
 
 async def test_what_waits_when_its_token_is_forgotten_is_a_stray() -> None:
@@ -53,7 +53,7 @@ async def test_what_waits_when_its_token_is_forgotten_is_a_stray() -> None:
         encode_notice(Written(TOKEN, 0))[:-1],
         encode_notice(Written(TOKEN, 0)).replace(b"written", b"wrotten"),
         encode_notice(Written(OTHER, 0)),
-        encode_notice(Written(TOKEN, 0)).replace(b"\x00", b"\xff"),
+        encode_notice(Written(TOKEN, 0)).replace(b"\x00", b"\xfe"),
         bytes(4096),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -19,10 +19,12 @@ from kvferry.engine import (
     PushRevoked,
     RequestInUse,
     UnknownBlock,
+    delivery,
 )
 from kvferry.engine.link import Link
 from kvferry.protocol import Contact
 from kvferry.protocol.link import decode_message
+from kvferry.protocol.notices import AHEAD
 from tests.kit import GROUP, Pool, World, agent, at_base
 from tests.pushing import (
     OURS,
@@ -33,6 +35,9 @@ from tests.pushing import (
     begin_push,
     contact_of,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.mark.parametrize("first", ["push", "expect"])
@@ -55,6 +60,36 @@ async def test_a_push_lands_whoever_comes_first(autojump_clock, first) -> None:
         assert landing.report.peers == (str(prefill.key),)
         assert push.report.peers == (str(decode.key),)
         assert push.report.waves == landing.report.waves > 0
+
+
+@pytest.mark.parametrize(("size", "is_told"), [(1, True), (1 << 20, False)])
+async def test_a_large_push_is_announced(
+    autojump_clock, monkeypatch, size, is_told
+) -> None:
+    """The consumer looks often before the first bytes are there; what is small needs no
+    such word, and nothing depends on it."""
+    monkeypatch.setattr(delivery, "ANNOUNCED_BYTES", size)
+    world, source, target = World(), Pool(), Pool()
+    async with world.pair(source, target) as (prefill, decode):
+        heard, intake = [], decode._landings.intake
+        expect = intake.expect
+
+        def listen(token: bytes, on_part: Callable[[int], None]) -> None:
+            def note(part: int) -> None:
+                on_part(part)
+                heard.append(part)
+
+            expect(token, note)
+
+        monkeypatch.setattr(intake, "expect", listen)
+        async with trio.open_nursery() as nursery:
+            landing = begin_landing(nursery, decode, prefill)
+            await trio.sleep(1)
+            begin_push(nursery, prefill, source)
+            await landing.over.wait()
+        target.check(OURS, num_tokens=10)
+    assert (AHEAD in heard) is is_told
+    assert sorted(heard)[-landing.report.waves :] == list(range(landing.report.waves))
 
 
 # Either order costs at most one message more than a pull.

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.errors import ProtocolViolation
 from kvferry.protocol.notices import (
+    AHEAD,
     TOKEN_BYTES,
     Written,
     decode_notice,
@@ -18,7 +19,9 @@ from kvferry.protocol.notices import (
 TOKEN = bytes(range(TOKEN_BYTES))
 
 
-@given(st.binary(min_size=TOKEN_BYTES, max_size=TOKEN_BYTES), st.integers(0, 2**31 - 1))
+@given(
+    st.binary(min_size=TOKEN_BYTES, max_size=TOKEN_BYTES), st.integers(AHEAD, 2**31 - 1)
+)
 def test_round_trip(token: bytes, part: int) -> None:
     """Every notice within the bounds arrives as it was sent, and is small."""
     notice = Written(token, part)
@@ -33,7 +36,7 @@ def test_round_trip(token: bytes, part: int) -> None:
         Written(b"", 0),
         Written(TOKEN[:-1], 0),
         Written(TOKEN + b"x", 0),
-        Written(TOKEN, -1),
+        Written(TOKEN, AHEAD - 1),
         Written(TOKEN, 2**31),
     ],
     ids=repr,
