@@ -1,9 +1,11 @@
-"""Where to post from: the loop itself, a worker thread for each wave, or one thread.
+"""Where to post from: the loop itself, a worker thread for each wave, or one thread;
+and whether NIXL is to copy in threads of its own.
 
 Raw NIXL between two processes, no engine: 256 MB read in bounded waves, a few of them
-in flight, by three ways to make the same calls. Beside the time it takes, a task on
+in flight, by three ways to make the same calls, and by the first one with an agent that
+spreads each post over two threads ("copiers"). Beside the time it takes, a task on
 the loop measures how late it is woken at worst: what everybody else on the loop feels.
-`engine/traffic.py` is built on the answer.
+`engine/traffic.py` and `engine/fabric/copying.py` are built on the answer.
 
     python -m benchmarks.posting [--short] [--json FILE]
 """
@@ -35,7 +37,8 @@ WINDOW = 4
 POLL_S = 0.0002
 STOP = object()
 MARK = "posting-producer"
-WAYS = ("loop", "worker", "thread")
+WAYS = ("loop", "worker", "thread", "copiers")
+COPIERS = 2
 TRANSPORTS = {"same host": None, "tcp": "tcp"}
 
 
@@ -51,7 +54,7 @@ class Passed(NamedTuple):
     stall_s: float
 
 
-def _agent(name: str, *, is_shared: bool) -> Any:  # noqa: ANN401 - the bindings are untyped
+def _agent(name: str, *, is_shared: bool, copiers: int = 0) -> Any:  # noqa: ANN401 - the bindings are untyped
     from nixl._api import (  # noqa: PLC0415 - seconds to load, and per process
         nixl_agent,
         nixl_agent_config,
@@ -59,8 +62,13 @@ def _agent(name: str, *, is_shared: bool) -> Any:  # noqa: ANN401 - the bindings
     )
 
     mode = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT if is_shared else None
-    config = nixl_agent_config(enable_prog_thread=False, sync_mode=mode)
-    return nixl_agent(name, config)
+    if copiers:
+        mode = nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
+    config = nixl_agent_config(enable_prog_thread=False, sync_mode=mode, backends=[])
+    agent = nixl_agent(name, config)
+    options = {"num_threads": str(copiers), "split_batch_size": "1"}
+    agent.create_backend("UCX", options if copiers else {})
+    return agent
 
 
 def serve() -> None:
@@ -86,8 +94,10 @@ def serve() -> None:
 class Reader:
     """The consumer's agent, and the calls that one wave takes."""
 
-    def __init__(self, address: int, metadata: bytes, wave: int) -> None:
-        self._agent = _agent("consumer", is_shared=True)
+    def __init__(
+        self, address: int, metadata: bytes, wave: int, *, copiers: int = 0
+    ) -> None:
+        self._agent = _agent("consumer", is_shared=True, copiers=copiers)
         self._memory = np.zeros(TOTAL, np.uint8)
         ours = self._memory.ctypes.data
         self._agent.register_memory(np.array([[ours, TOTAL, 0]], np.uint64), "DRAM")
@@ -214,10 +224,16 @@ def run(transport: str, wave: int, rounds: int) -> dict[str, list[Passed]]:
         # NIXL's bindings write to stdout as well.
         lines = producer.stdout or ()
         _, address, metadata = next(x for x in lines if x.startswith(MARK)).split()
-        reader = Reader(int(address), bytes.fromhex(metadata), wave)
-        ways = {"loop": _by_loop, "worker": _by_worker, "thread": _by_thread}
+        about = int(address), bytes.fromhex(metadata), wave
+        plain, spread = Reader(*about), Reader(*about, copiers=COPIERS)
+        ways = {
+            "loop": (_by_loop, plain),
+            "worker": (_by_worker, plain),
+            "thread": (_by_thread, plain),
+            "copiers": (_by_loop, spread),
+        }
         for number in range(rounds + 1):
-            for way, read in ways.items():
+            for way, (read, reader) in ways.items():
                 passed = trio.run(partial(_pass, read, reader))
                 if number:  # the first brings the pages in
                     found[way].append(passed)
