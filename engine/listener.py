@@ -19,7 +19,7 @@ from kvferry.engine.guard import guarded
 from kvferry.engine.handshake import Welcome, receive_call, turn_away
 from kvferry.engine.link import GOODBYE_S, FramedStream, Link
 from kvferry.protocol.errors import EngineClosed, HandshakeRefused, PeerLost
-from kvferry.protocol.handshake import Purpose, Refusal, RefusalReason, encode_card
+from kvferry.protocol.handshake import Purpose, Refusal, RefusalReason
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -255,7 +255,7 @@ class Listener:
             self._service.on_open(link, card)
 
         return Welcome(
-            encode_card(self._ours.card),
+            self._ours.card_body,
             partial(self._run_link, framed, key, self._service, opened),
         )
 
