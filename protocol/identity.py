@@ -170,6 +170,8 @@ def compare_layouts(
 def _differing(
     local: Mapping[str, str], remote: Mapping[str, str]
 ) -> Iterator[Difference]:
+    if local == remote:
+        return  # as mostly
     for factor in ChainMap(dict(local), dict(remote)):
         ours, theirs = local.get(factor, ABSENT), remote.get(factor, ABSENT)
         if ours != theirs or (factor in local) != (factor in remote):
