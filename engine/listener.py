@@ -92,6 +92,9 @@ class Listener:
         refused: Handshakes that failed.
     """
 
+    _nursery: trio.Nursery
+    """While it runs: of diallers and their links."""
+
     def __init__(
         self,
         config: EngineConfig,
@@ -122,14 +125,14 @@ class Listener:
 
     async def run(self, bound: BoundListener) -> None:
         """Accept for ever; each dialler gets a task, and its failure ends it alone."""
-        async with bound, trio.open_nursery() as nursery:
+        async with bound, trio.open_nursery() as self._nursery:
             await guarded(
-                partial(self._accept, bound, nursery),
+                partial(self._accept, bound),
                 on_failure=self._lose_listener,
                 log=self._log,
             )
 
-    async def _accept(self, bound: BoundListener, nursery: trio.Nursery) -> None:
+    async def _accept(self, bound: BoundListener) -> None:
         while True:
             try:
                 stream = await bound.accept()
@@ -139,7 +142,7 @@ class Listener:
             except trio.ClosedResourceError as exc:
                 raise EngineClosed("somebody closed the listener") from exc
             else:
-                nursery.start_soon(self._serve, stream)
+                self._nursery.start_soon(self._serve, stream)
 
     def _lose_listener(self, error: FerryError) -> None:
         """Nobody new can come; whoever is there is served on."""
@@ -301,10 +304,9 @@ class Listener:
         cause: FerryError = PeerLost("the engine closed")
         try:
             opened(link)
-            async with trio.open_nursery() as nursery:
-                if self._is_closing:
-                    nursery.start_soon(_close, link, GOODBYE_S)
-                cause = await link.run(partial(service.on_message, link))
+            if self._is_closing:
+                self._nursery.start_soon(_close, link, GOODBYE_S)
+            cause = await link.run(partial(service.on_message, link))
         finally:
             self._links.pop(link, None)
             service.on_end(link, cause)
