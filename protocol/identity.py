@@ -192,22 +192,22 @@ def _group_facts(
     local: GroupLayout, remote: GroupLayout
 ) -> tuple[dict[str, str], dict[str, str]]:
     """What is to agree, in words; but not of fields that agree, which mostly all do."""
-    shared = {f.layer for f in local.fields} & {f.layer for f in remote.fields}
     ours = {(f.layer, f.name): f for f in local.fields}
-    theirs = {(f.layer, f.name): f for f in remote.fields}
-    told = {
-        place
-        for place in ours.keys() | theirs.keys()
-        if place[0] in shared and not _do_agree(ours.get(place), theirs.get(place))
-    }
+    unlike = []
+    for field in remote.fields:
+        place = (field.layer, field.name)
+        if not _do_agree(ours.pop(place, None), field):
+            unlike.append(place)
+    unlike += ours  # nothing of the other side's has met these
+    shared = {f.layer for f in local.fields} & {f.layer for f in remote.fields}
+    told = {place for place in unlike if place[0] in shared}
     return _one_group_facts(local, told), _one_group_facts(remote, told)
 
 
-def _do_agree(local: FieldLayout | None, remote: FieldLayout | None) -> bool:
+def _do_agree(local: FieldLayout | None, remote: FieldLayout) -> bool:
     """Whether the facts of two fields are the same."""
     return (
         local is not None
-        and remote is not None
         and local.dtype == remote.dtype
         and local.element_bytes == remote.element_bytes
         and len(local.parts) == len(remote.parts)
