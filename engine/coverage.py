@@ -67,18 +67,20 @@ def block_rows(fields: Iterable[FieldLayout]) -> Rows:
 
     Equal geometries are enumerated once: 61 equal layers cost as one.
     """
-    known: dict[Geometry, tuple[Offsets, int]] = {}
-    found = []
+    alike: dict[Geometry, list[tuple[int, ...]]] = defaultdict(list)
     for field in fields:
+        placing = field.device, field.block_stride, field.blocks
         for part in field.parts:
-            geometry = (field.element_bytes, part.axes)
-            if geometry not in known:
-                known[geometry] = _stretches(*geometry)
-            offsets, run = known[geometry]
-            rows = np.empty((offsets.size, 5), dtype=np.uint64)
-            rows[:, 0] = offsets + part.address
-            rows[:, 1:] = (run, field.device, field.block_stride, field.blocks)
-            found.append(rows)
+            alike[field.element_bytes, part.axes].append((part.address, *placing))
+    found = []
+    for geometry, placings in alike.items():
+        offsets, run = _stretches(*geometry)
+        placed = np.array(placings, dtype=np.int64)[:, None]
+        rows = np.empty((len(placings), offsets.size, 5), dtype=np.uint64)
+        rows[:, :, 0] = placed[:, :, 0] + offsets
+        rows[:, :, 1] = run
+        rows[:, :, 2:] = placed[:, :, 1:]
+        found.append(rows.reshape(-1, 5))
     return np.concatenate(found)
 
 

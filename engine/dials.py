@@ -185,9 +185,8 @@ class Dials(Generic[KeyT, T]):
                 del self._back_offs[place]
 
     async def _run(self, key: KeyT, address: Address, dial: _Dial[T]) -> None:
-        where = f"{key}@{address.host}:{address.port}"
-
         def failed(error: FerryError) -> None:
+            where = f"{key}@{address.host}:{address.port}"
             error.peer = error.peer or where
             error.phase = "connecting"
             dial.error = error

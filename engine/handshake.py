@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvferry.engine.tls import TlsFailed
@@ -79,6 +80,11 @@ class Credentials:
     card: Card
     secret: bytes = field(repr=False)
     skip_groups: frozenset[str]
+
+    @cached_property
+    def card_body(self) -> bytes:
+        """The card, encoded: the same for everybody, and tens of kilobytes."""
+        return encode_card(self.card)
 
     def differences(self, theirs: Card) -> tuple[Difference, ...]:
         """Everything that should agree and does not, seen from here."""
@@ -205,8 +211,9 @@ async def greet(framed: FramedStream, ours: Credentials, wanted: EngineKey) -> C
     Raises:
         PeerError: As in `call`, or the facts differ.
     """
-    body = encode_card(ours.card)
-    _, card = await call(framed, ours, wanted, Purpose.LINK, body, decode=decode_card)
+    _, card = await call(
+        framed, ours, wanted, Purpose.LINK, ours.card_body, decode=decode_card
+    )
     if differences := ours.differences(card):
         raise _refused(_differing(differences), peer=wanted)
     return card

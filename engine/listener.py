@@ -19,7 +19,7 @@ from kvferry.engine.guard import guarded
 from kvferry.engine.handshake import Welcome, receive_call, turn_away
 from kvferry.engine.link import GOODBYE_S, FramedStream, Link
 from kvferry.protocol.errors import EngineClosed, HandshakeRefused, PeerLost
-from kvferry.protocol.handshake import Purpose, Refusal, RefusalReason, encode_card
+from kvferry.protocol.handshake import Purpose, Refusal, RefusalReason
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -92,6 +92,9 @@ class Listener:
         refused: Handshakes that failed.
     """
 
+    _nursery: trio.Nursery
+    """While it runs: of diallers and their links."""
+
     def __init__(
         self,
         config: EngineConfig,
@@ -122,14 +125,14 @@ class Listener:
 
     async def run(self, bound: BoundListener) -> None:
         """Accept for ever; each dialler gets a task, and its failure ends it alone."""
-        async with bound, trio.open_nursery() as nursery:
+        async with bound, trio.open_nursery() as self._nursery:
             await guarded(
-                partial(self._accept, bound, nursery),
+                partial(self._accept, bound),
                 on_failure=self._lose_listener,
                 log=self._log,
             )
 
-    async def _accept(self, bound: BoundListener, nursery: trio.Nursery) -> None:
+    async def _accept(self, bound: BoundListener) -> None:
         while True:
             try:
                 stream = await bound.accept()
@@ -139,7 +142,7 @@ class Listener:
             except trio.ClosedResourceError as exc:
                 raise EngineClosed("somebody closed the listener") from exc
             else:
-                nursery.start_soon(self._serve, stream)
+                self._nursery.start_soon(self._serve, stream)
 
     def _lose_listener(self, error: FerryError) -> None:
         """Nobody new can come; whoever is there is served on."""
@@ -255,7 +258,7 @@ class Listener:
             self._service.on_open(link, card)
 
         return Welcome(
-            encode_card(self._ours.card),
+            self._ours.card_body,
             partial(self._run_link, framed, key, self._service, opened),
         )
 
@@ -301,10 +304,9 @@ class Listener:
         cause: FerryError = PeerLost("the engine closed")
         try:
             opened(link)
-            async with trio.open_nursery() as nursery:
-                if self._is_closing:
-                    nursery.start_soon(_close, link, GOODBYE_S)
-                cause = await link.run(partial(service.on_message, link))
+            if self._is_closing:
+                self._nursery.start_soon(_close, link, GOODBYE_S)
+            cause = await link.run(partial(service.on_message, link))
         finally:
             self._links.pop(link, None)
             service.on_end(link, cause)

@@ -31,6 +31,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 
@@ -54,7 +55,7 @@ from kvferry.engine.selection import (
     Tail,
 )
 from kvferry.engine.spans import Context, Side, Span
-from kvferry.engine.validity import check_layout
+from kvferry.engine.validity import check_layout, field_numbers
 from kvferry.protocol.errors import ImpossiblePlan
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ class Pairing(Generic[KeyT]):
         self._reader = reader
         self._is_partial = is_partial
         self._holders: dict[tuple[str, ...], list[Holder[KeyT]]] = defaultdict(list)
-        self._pieces: dict[tuple[object, ...], Pieces] = {}
+        self._known: dict[tuple[object, ...], tuple[StratumKey, Pieces]] = {}
         self._contexts: dict[str, dict[Context, set[KeyT]]] = defaultdict(dict)
         for key, layout in remotes.items():
             for group in layout.groups:
@@ -279,33 +280,24 @@ class Pairing(Generic[KeyT]):
 
     def _contribution(self, group: GroupLayout, share: Share[KeyT]) -> Contribution:
         field, part, holder, overlap = share
-        key = StratumKey(
-            group.name,
-            Side.of(group, field),
-            Side.of(holder.group, holder.field),
-            _unit_tokens(group, field, holder),
-        )
         geometry = (
+            group.name,
+            holder.key,
+            *field_numbers(field),
+            *field_numbers(holder.field),
             part.axes,
             part.shard,
             holder.part.axes,
             holder.part.shard,
             overlap,
-            field.element_bytes,
-            key.unit_tokens,
         )
-        if geometry not in self._pieces:
-            self._pieces[geometry] = pair_parts(
-                part,
-                holder.part,
-                overlap,
-                element_bytes=field.element_bytes,
-                unit_tokens=key.unit_tokens,
-            )
+        if geometry not in self._known:
+            self._known[geometry] = _pieces(group, share)
+        key, pieces = self._known[geometry]
         return Contribution(
             key,
             (field.memory, holder.field.memory),
-            self._pieces[geometry],
+            pieces,
             part.address,
             holder.part.address,
             field.device,
@@ -313,6 +305,24 @@ class Pairing(Generic[KeyT]):
             field.block_stride,
             holder.field.block_stride,
         )
+
+
+def _pieces(group: GroupLayout, share: Share[KeyT]) -> tuple[StratumKey, Pieces]:
+    """The runs of a share, and what its field has in common with others."""
+    field, part, holder, overlap = share
+    key = StratumKey(
+        group.name,
+        Side.of(group, field),
+        Side.of(holder.group, holder.field),
+        _unit_tokens(group, field, holder),
+    )
+    return key, pair_parts(
+        part,
+        holder.part,
+        overlap,
+        element_bytes=field.element_bytes,
+        unit_tokens=key.unit_tokens,
+    )
 
 
 def _unit_tokens(group: GroupLayout, field: FieldLayout, holder: Holder[KeyT]) -> int:
@@ -358,20 +368,31 @@ def assign(
     Raises:
         ImpossiblePlan: Nobody holds a unit.
     """
-    wanted = part.shard
+    shards = tuple(holder.part.shard for holder in holders)
     given: list[tuple[Holder[KeyT], Overlap]] = []
-    for first, last, having in _stretches(wanted, [h.part.shard for h in holders]):
-        if not having:
+    for number, overlap in _shared_out(part.shard, shards, reader):
+        if number is None:
             raise ImpossiblePlan(
                 f"layer {field.layer!r} field {field.name!r} part {part.name!r}: nobody"
-                f" holds units [{first}, {last}) of {wanted.total}; the holders have"
-                f" {[(h.part.shard.first, h.part.shard.last) for h in holders[:64]]}"
+                f" holds units [{overlap.first}, {overlap.last}) of {part.shard.total};"
+                f" the holders have {[(s.first, s.last) for s in shards[:64]]}"
             )
-        holder = holders[having[reader % len(having)]]
-        if given and given[-1][0] is holder:
-            first = given.pop()[1].first  # noqa: PLW2901 - the range grows to the left
-        given.append((holder, Overlap(first, last)))
+        given.append((holders[number], overlap))
     return given
+
+
+@lru_cache(maxsize=32)  # layers are mostly shared out alike
+def _shared_out(
+    wanted: Shard, shards: tuple[Shard, ...], reader: int
+) -> tuple[tuple[int | None, Overlap], ...]:
+    """Which of the shards provides which of the wanted units, by its number."""
+    found: list[tuple[int | None, Overlap]] = []
+    for first, last, having in _stretches(wanted, shards):
+        number = having[reader % len(having)] if having else None
+        if found and found[-1][0] == number:
+            first = found.pop()[1].first  # noqa: PLW2901 - the range grows to the left
+        found.append((number, Overlap(first, last)))
+    return tuple(found)
 
 
 def _stretches(

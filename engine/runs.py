@@ -76,8 +76,10 @@ def check_pair(
         ("dtype", local.dtype, remote.dtype),
         ("element bytes", local.element_bytes, remote.element_bytes),
         ("total units of the shard", ours.shard.total, theirs.shard.total),
-        ("plain axes", _plain_axes(ours.axes), _plain_axes(theirs.axes)),
     ]
+    if ours.axes != theirs.axes:
+        axes = (_plain_axes(ours.axes), _plain_axes(theirs.axes))
+        facts.append(("plain axes", *axes))
     for fact, here, there in facts:
         if here != there:
             raise ImpossiblePlan(

@@ -308,8 +308,10 @@ def _columns(
     numbers = {placing: number for number, placing in enumerate(placings)}
     sizes = [member.pieces.local.size for member in members]
     return _Columns(
-        np.concatenate([m.pieces.local + m.local_address for m in members]),
-        np.concatenate([m.pieces.remote + m.remote_address for m in members]),
+        np.concatenate([m.pieces.local for m in members])
+        + np.repeat([m.local_address for m in members], sizes),
+        np.concatenate([m.pieces.remote for m in members])
+        + np.repeat([m.remote_address for m in members], sizes),
         np.repeat([m.pieces.run_bytes for m in members], sizes),
         np.repeat([numbers[m.placing] for m in members], sizes),
     )

@@ -25,6 +25,7 @@ from __future__ import annotations
 import enum
 import hmac
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -258,8 +259,11 @@ class Transcript:
             )
 
     def _mac(self, what: str, role: Role, body: bytes = b"") -> bytes:
-        key = derived_key(self.secret, "handshake")
-        return mac(key, what.encode(), role.value.encode(), *self.hellos, body)
+        return mac(self._key, what.encode(), role.value.encode(), *self.hellos, body)
+
+    @cached_property
+    def _key(self) -> bytes:
+        return derived_key(self.secret, "handshake")
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Message:

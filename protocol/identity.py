@@ -170,6 +170,8 @@ def compare_layouts(
 def _differing(
     local: Mapping[str, str], remote: Mapping[str, str]
 ) -> Iterator[Difference]:
+    if local == remote:
+        return  # as mostly
     for factor in ChainMap(dict(local), dict(remote)):
         ours, theirs = local.get(factor, ABSENT), remote.get(factor, ABSENT)
         if ours != theirs or (factor in local) != (factor in remote):
@@ -189,18 +191,48 @@ def _facts(identity: ModelIdentity) -> dict[str, str]:
 def _group_facts(
     local: GroupLayout, remote: GroupLayout
 ) -> tuple[dict[str, str], dict[str, str]]:
+    """What is to agree, in words; but not of fields that agree, which mostly all do."""
+    ours = {(f.layer, f.name): f for f in local.fields}
+    unlike = []
+    for field in remote.fields:
+        place = (field.layer, field.name)
+        if not _do_agree(ours.pop(place, None), field):
+            unlike.append(place)
+    unlike += ours  # nothing of the other side's has met these
     shared = {f.layer for f in local.fields} & {f.layer for f in remote.fields}
-    return _one_group_facts(local, shared), _one_group_facts(remote, shared)
+    told = {place for place in unlike if place[0] in shared}
+    return _one_group_facts(local, told), _one_group_facts(remote, told)
 
 
-def _one_group_facts(group: GroupLayout, layers: set[str]) -> dict[str, str]:
+def _do_agree(local: FieldLayout | None, remote: FieldLayout) -> bool:
+    """Whether the facts of two fields are the same."""
+    return (
+        local is not None
+        and local.dtype == remote.dtype
+        and local.element_bytes == remote.element_bytes
+        and len(local.parts) == len(remote.parts)
+        and all(map(_do_parts_agree, local.parts, remote.parts))
+    )
+
+
+def _do_parts_agree(local: PartLayout, remote: PartLayout) -> bool:
+    return (
+        local.name == remote.name
+        and local.shard.total == remote.shard.total
+        and (local.axes == remote.axes or _unbridged(local) == _unbridged(remote))
+    )
+
+
+def _one_group_facts(
+    group: GroupLayout, places: set[tuple[str, str]]
+) -> dict[str, str]:
     where = f"group {group.name}"
     facts = {
         f"{where} addressed by": "token" if group.block_size else "slot",
         f"{where} window": str(group.window),
     }
     for field in group.fields:
-        if field.layer in layers:
+        if (field.layer, field.name) in places:
             facts |= _field_facts(field, f"{where} {field.layer}.{field.name}")
     return facts
 
@@ -217,13 +249,16 @@ def _field_facts(field: FieldLayout, where: str) -> dict[str, str]:
 
 
 def _part_facts(part: PartLayout, where: str) -> dict[str, str]:
-    bridged = {SHARD_AXIS, TOKEN_AXIS}
     return {
         where: "present",
         f"{where} total units": str(part.shard.total),
         **{
-            f"{where} axis {axis.name}": str(axis.size)
-            for axis in part.axes
-            if axis.name not in bridged
+            f"{where} axis {name}": str(size) for name, size in _unbridged(part).items()
         },
     }
+
+
+def _unbridged(part: PartLayout) -> dict[str, int]:
+    """The axes whose sizes no plan bridges."""
+    bridged = {SHARD_AXIS, TOKEN_AXIS}
+    return {axis.name: axis.size for axis in part.axes if axis.name not in bridged}

@@ -8,6 +8,9 @@ is `kvferry.protocol.identity`'s.
 
 Addresses in a layout are the owner's virtual addresses. They mean nothing on
 another host but as operands of a transfer, and are never dereferenced here.
+
+A layout is hundreds of objects, and there is one of each peer: no collector has to
+look at them (``gc=False``), as numbers and names in tuples cannot form a cycle.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ Stride = Annotated[int, msgspec.Meta(gt=-(2**62), lt=2**62)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
-class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """The half-open range ``[first, last)`` of ``total`` global units that a rank holds."""
 
     total: Count
@@ -69,7 +72,7 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.last - self.first
 
 
-class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One axis inside a block: ``size`` steps of ``stride`` bytes each.
 
     The stride may be negative or larger than anything inside the block: key and
@@ -82,7 +85,7 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stride: Stride
 
 
-class PartLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PartLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A piece of a field that is sharded by itself.
 
     Attributes:
@@ -100,7 +103,7 @@ class PartLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     axes: Annotated[tuple[Axis, ...], msgspec.Meta(max_length=8)]
 
 
-class FieldLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FieldLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One tensor family inside a layer: ``kv``, ``latent``, ``conv``, ``ssm``.
 
     Attributes:
@@ -125,7 +128,7 @@ class FieldLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: Annotated[tuple[PartLayout, ...], msgspec.Meta(min_length=1, max_length=64)]
 
 
-class GroupLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GroupLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Layers that share one block table.
 
     Attributes:
@@ -149,7 +152,9 @@ class GroupLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_interleave: Annotated[int, msgspec.Meta(ge=1, le=2**40)] = 1
 
 
-class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
+class Region(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, order=True
+):
     """One stretch of registered memory."""
 
     memory: Memory
@@ -158,7 +163,7 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True
     size: Count
 
 
-class CacheLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CacheLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Everything one rank holds: its registered memory and its groups."""
 
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=2**14)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import struct
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -38,7 +39,7 @@ def derived_key(secret: bytes, use: str) -> bytes:
 def mac(key: bytes, *parts: bytes) -> bytes:
     """The MAC of some parts; compare it with `hmac.compare_digest`."""
     # Lengths first: without them two different splits would have one MAC.
-    lengths = b"".join(len(part).to_bytes(8, "big") for part in parts)
+    lengths = struct.pack(f">{len(parts)}Q", *map(len, parts))
     return hmac.digest(key, lengths + b"".join(parts), hashlib.sha256)
 
 

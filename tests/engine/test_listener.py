@@ -15,6 +15,7 @@ from kvferry.engine import (
     PeerLost,
     ProtocolViolation,
     WrongPeer,
+    handshake,
 )
 from kvferry.engine.fabric import MemoryStreams
 from kvferry.engine.handshake import Credentials, call, greet
@@ -226,6 +227,26 @@ async def test_a_closing_engine_says_goodbye(autojump_clock) -> None:
         assert isinstance(decode_message(await framed.receive()), Goodbye)
         with pytest.raises(PeerLost):
             await framed.receive()
+
+
+async def test_a_card_is_encoded_once_for_everybody(
+    autojump_clock, monkeypatch
+) -> None:
+    """It is the same for each peer, and tens of kilobytes."""
+    encoded: list[Card] = []
+
+    def counting(card: Card) -> bytes:
+        encoded.append(card)
+        return encode_card(card)
+
+    monkeypatch.setattr(handshake, "encode_card", counting)
+    world = World()
+    async with world.engine("p", Pool()) as prefill:
+        for n in range(3):
+            await connected(world, prefill, key=EngineKey(f"c{n}", "1", Rank()))
+        assert prefill.statistics()["links"] == 3
+    its_own = [card for card in encoded if card.metadata]  # the others have none
+    assert len(its_own) == 1
 
 
 async def test_a_proof_cannot_be_played_back(autojump_clock) -> None:

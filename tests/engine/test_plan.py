@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
+from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from msgspec.structs import replace
 
+from kvferry.engine import coverage
+from kvferry.engine import plan as planning
 from kvferry.engine.cache import AttentionGroup, KVCache, PagedTensor, Span
 from kvferry.engine.coverage import are_outside, prove_coverage, prove_inside
 from kvferry.engine.plan import Holder, assign, prepare_plan
@@ -31,6 +34,7 @@ from tests.planning import RICH, Case, cases, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
 
 @settings(max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
@@ -411,6 +415,36 @@ def _claimed_layout(start: int, blocks: int) -> CacheLayout:
     group = GroupLayout(name="g", block_size=4, blocks=blocks, fields=fields)
     region = Region("DRAM", 0, start, layers * blocks * 16)
     return CacheLayout(regions=(region,), groups=(group,))
+
+
+def test_equal_layers_are_paired_and_their_bytes_enumerated_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four layers of two ranks cost what one does; a layer of another shape its own."""
+    calls: Counter[str] = Counter()
+
+    def counted(module: ModuleType, name: str) -> None:
+        call = getattr(module, name)
+
+        def counting(*args: object, **options: object) -> object:
+            calls[name] += 1
+            return call(*args, **options)
+
+        monkeypatch.setattr(module, name, counting)
+
+    counted(planning, "pair_parts")
+    counted(coverage, "_stretches")
+    layout = _claimed_layout(2**40, 8)
+    prepare_plan(layout, {0: layout, 1: layout})
+    assert calls == {"pair_parts": 1, "_stretches": 1}
+    calls.clear()
+    (group,) = layout.groups
+    reordered = (Axis("h", 1, 0), Axis("d", 2, 1), Axis("n", 4, 2))
+    (part,) = group.fields[3].parts
+    other = replace(group.fields[3], parts=(replace(part, axes=reordered),))
+    mixed = replace(layout, groups=(replace(group, fields=(*group.fields[:3], other)),))
+    prepare_plan(mixed, {0: layout})
+    assert calls == {"pair_parts": 2, "_stretches": 2}
 
 
 def test_layers_in_one_block_become_one_run() -> None:

@@ -212,6 +212,21 @@ def test_c1_an_axis_missing_on_one_side_is_named() -> None:
     assert named(cache(FIELD), cache(theirs)) == {f"{WHERE}.kv axis k": ("2", "absent")}
 
 
+def test_c1_one_field_that_differs_is_named_alone_among_many() -> None:
+    """Whatever the order of fields and parts on either side."""
+    b = changed(part(FIELD), name="B")
+    fields = [attention(layer=f"layers.{n}", parts=(part(FIELD), b)) for n in range(5)]
+    theirs = [changed(field, parts=field.parts[::-1]) for field in fields[::-1]]
+    assert (
+        compare_layouts(cache(FIELD, fields=fields), cache(FIELD, fields=theirs)) == ()
+    )
+    wider = part(with_axis(FIELD, "d", 128))
+    theirs[1] = changed(theirs[1], parts=(b, wider))
+    assert named(cache(FIELD, fields=fields), cache(FIELD, fields=theirs)) == {
+        "group full layers.3.kv.kv axis d": ("64", "128")
+    }
+
+
 def test_c1_every_fact_of_every_group_is_named_in_order() -> None:
     """One refusal tells all, sorted, the same from both sides."""
     other = GroupLayout("draft", 16, 113, (attention(layer="draft.0"),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import msgspec
@@ -185,3 +186,17 @@ def test_h1_a_layout_of_too_many_parts_is_refused_whoever_makes_it() -> None:
     fields = (msgspec.structs.replace(FIELD, parts=FIELD.parts * 64),) * 129
     with pytest.raises(CacheError, match="8256 parts"):
         CacheLayout((), (GroupLayout("full", 16, 113, fields),))
+
+
+def test_a_layout_from_a_peer_is_no_work_for_the_garbage_collector() -> None:
+    """It is hundreds of objects, and there is one of each peer."""
+    part = PartLayout("kv", Shard(1, 0, 1), 0, (Axis(SHARD_AXIS, 1, 0),))
+    field = FieldLayout("layers.0", "kv", "uint8", 1, "DRAM", 0, 1, 1, 1, (part,))
+    group = GroupLayout("full", 1, 1, (field,))
+    layout = CacheLayout((Region("DRAM", 0, 0, 1),), (group,))
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=CacheLayout)
+    (group,) = decoded.groups
+    (field,) = group.fields
+    (part,) = field.parts
+    found = (decoded, *decoded.regions, group, field, part, part.shard, *part.axes)
+    assert not any(gc.is_tracked(each) for each in found)
