@@ -52,6 +52,10 @@ of small ones would cost more than the bytes."""
 PIECE_BYTES = 2 * SEND_BYTES
 """Must leave within the silence, or the peer does not read its link."""
 
+SENDS_AT_ONCE = 4
+"""Messages of one step that are sent one by one: a few are requests under way, whose
+fences wait for them; of thousands each would cost more than its bytes."""
+
 MESSAGES_AT_ONCE = 32
 """Are taken from what has arrived before other tasks have their turn."""
 
@@ -158,7 +162,7 @@ class Link:
         self._queue_bytes = queue_bytes
         self._queued_bytes = 0
         self._filled = trio.Event()
-        self._is_idle = False  # the writer: nothing waits, and it is not sending
+        self._free_sends = 0  # none while something waits, or is being sent
         self._is_closing = False
         self._flushed = trio.Event()
         self._ended = trio.Event()
@@ -201,13 +205,13 @@ class Link:
 
     def _put(self, payload: bytes) -> None:
         frame = encode_frame(payload, limit_bytes=MAX_LINK_BYTES)
-        if self._is_idle:
+        if self._free_sends:
             # Not by the writer, which runs only when the loop comes round again: two
-            # such rounds are half of a fence. What follows before it has run waits for
-            # it: thousands of messages in one step leave in few sends.
+            # such rounds are half of a fence.
             frame = frame[self._framed.send_nowait(frame) :]
-            self._is_idle = False
+            self._free_sends -= 1
         if frame:
+            self._free_sends = 0
             self._queue.append(frame)
             self._queued_bytes += len(frame) + FRAME_COST
         self._filled.set()
@@ -288,9 +292,8 @@ class Link:
             while self._queue or not self._is_closing:
                 if not self._queue:
                     self._filled = trio.Event()
-                    self._is_idle = True
+                    self._free_sends = SENDS_AT_ONCE
                     await self._filled.wait()
-                    self._is_idle = False
                 else:
                     await self._send(self._take())
             self._flushed.set()
