@@ -41,13 +41,14 @@ from kvferry.protocol.link import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable
 
     from structlog.typing import FilteringBoundLogger
 
     from kvferry.engine.party import Party
     from kvferry.engine.peers import Answer, Peer
     from kvferry.engine.services import Services
+    from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.lifecycle.machine import Event
     from kvferry.protocol.link import LinkMessage, Sought
     from kvferry.protocol.ticket import RankOffer, Ticket
@@ -59,7 +60,7 @@ class Dialogue:
     """One pull's words with the producer's ranks, numbered as its sources are.
 
     Attributes:
-        peers: Whom it listens to; nobody before `begin` and after `end`.
+        peers: Its sources; nobody before `begin`.
     """
 
     def __init__(
@@ -100,7 +101,11 @@ class Dialogue:
 
     def name(self, sources: Iterable[int]) -> str:
         """Who these sources are."""
-        return ", ".join(str(self.peers[source].key) for source in sorted(sources))
+        return ", ".join(self.peers[source].name for source in sorted(sources))
+
+    def names(self, keys: Container[EngineKey]) -> tuple[str, ...]:
+        """Who those are that are among these."""
+        return tuple(peer.name for peer in self.peers if peer.key in keys)
 
     def say(self, effect: RenewLease | DeclineSource | SendReadFinished) -> None:
         """Carry out an effect that is a word to some of them."""

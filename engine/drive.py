@@ -9,7 +9,6 @@ what happens when an invariant of ours breaks on the way.
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import trio
@@ -109,12 +108,7 @@ class Driver(Generic[StateT]):
             return
         self._is_stepping = True
         try:
-            while self._inbox:
-                event, now = self._inbox.popleft(), trio.current_time()
-                if event is not self._tick and now >= self._deadline():
-                    # What comes behind a deadline finds it passed, however late we look.
-                    self._step(self._tick, now)
-                self._step(event, now)
+            contained(self._work_off, on_failure=self._give_up, log=self._log)
         finally:
             self._is_stepping = False
         if self.is_over or self._deadline() < self._waits_until:
@@ -157,12 +151,17 @@ class Driver(Generic[StateT]):
         deadline = self.machine.deadline
         return float("inf") if deadline is None else deadline
 
-    def _step(self, event: Event, now: float) -> None:
-        if self.bug is None:
-            decide = partial(self._decide, event, now)
-            contained(decide, on_failure=self._give_up, log=self._log)
+    def _work_off(self) -> None:
+        while self._inbox:
+            event, now = self._inbox.popleft(), trio.current_time()
+            if self.bug is not None:
+                continue
+            if event is not self._tick and now >= self._deadline():
+                # What comes behind a deadline finds it passed, however late we look.
+                self._step(self._tick, now)
+            self._step(event, now)
 
-    def _decide(self, event: Event, now: float) -> None:
+    def _step(self, event: Event, now: float) -> None:
         effects = self.machine.step(event, now)
         self._note_phase(now)
         for effect in effects:

@@ -36,6 +36,7 @@ from kvferry.engine.quarantine import Quarantine
 from kvferry.engine.rearrange import Rearranger
 from kvferry.engine.routes import Routes
 from kvferry.engine.services import Services
+from kvferry.engine.spans import as_array
 from kvferry.engine.staging import Staging
 from kvferry.engine.traffic import Traffic
 from kvferry.engine.trust import Trust
@@ -108,6 +109,7 @@ class TransferEngine:
         self.address: tuple[str, int] | None = None
         self.quarantine = Quarantine()
         self._cache = cache
+        self._groups = {g.name for g in cache.layout.groups} - config.skip_groups
         self._fabric = fabric
         self._log = log
         self._is_closing = False
@@ -300,12 +302,16 @@ class TransferEngine:
             computed_tokens = whole(computed_tokens, "computed_tokens")
             priority = whole(priority, "priority")
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
+            arrays = {
+                name: as_array(span, group=name, side="consumer")
+                for name, span in spans.items()
+            }
             deadline_at = self._deadline_at(deadline_s)
             self._trust.check(ticket)
             self._trust.check_fresh(ticket)
             return await self._pulls.run(
                 PullRequest(
-                    ticket, spans, computed_tokens, deadline_at, after, priority
+                    ticket, arrays, computed_tokens, deadline_at, after, priority
                 )
             )
 
@@ -673,7 +679,9 @@ class TransferEngine:
 
     def _check_groups(self, spans: Mapping[str, Span]) -> None:
         """Blocks are given for every group that is transferred, and for no other."""
-        known = {g.name for g in self._cache.layout.groups} - self.config.skip_groups
+        known = self._groups
+        if known == spans.keys():
+            return
         for name in sorted(known ^ spans.keys()):
             what = "no blocks were given for" if name in known else "there is no"
             raise UnknownBlock(

@@ -88,7 +88,7 @@ class PullRequest:
     """What the caller asked for.
 
     Attributes:
-        spans: Our blocks, by group.
+        spans: Our blocks, by group, as arrays: several look at them.
         deadline_at: In `trio.current_time`.
         after: What must be over before the blocks are written.
     """
@@ -132,13 +132,13 @@ class Pulls:
                 del self._active[name]
                 if not self._active:
                     self._idle.set()
-                    self._idle = trio.Event()
 
     async def close(self) -> None:
         """End all pulls, and wait until each has drained or given up."""
         for pull in tuple(self._active.values()):
             pull.feed(PullFailed(EngineClosed("the engine is closing")))
         while self._active:
+            self._idle = trio.Event()
             await self._idle.wait()
 
 
@@ -478,7 +478,7 @@ class _Pull:
             raise FerryInternalError("a done pull has no selection")
         report = TransferReport(
             request_id=self._ticket.request_id,
-            peers=tuple(str(key) for key in selection.peers),
+            peers=self._dialogue.names(selection.peers),
             num_tokens=self._ticket.num_tokens,
             computed_tokens=self._request.computed_tokens,
             bytes=selection.bytes,

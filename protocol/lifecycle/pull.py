@@ -17,8 +17,6 @@ Not here: which bytes a wave has, who a source is, what time it is.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from kvferry.protocol.errors import (
     DeadlineExceeded,
     FerryError,
@@ -356,8 +354,9 @@ class PullMachine(Machine[PullState]):
                 f" and {event.unready} are not ready"
             )
         self._wave_sources = event.wave_sources
-        waves = Counter(event.wave_sources)
-        self._unread = [waves[source] for source in sources]
+        self._unread = [0] * event.sources
+        for source in event.wave_sources:
+            self._unread[source] += 1
         self._needed = set(read)
         self._unconfirmed = set(read)
         self._unready = read & set(event.unready)
