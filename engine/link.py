@@ -52,9 +52,9 @@ of small ones would cost more than the bytes."""
 PIECE_BYTES = 2 * SEND_BYTES
 """Must leave within the silence, or the peer does not read its link."""
 
-SENDS_AT_ONCE = 4
-"""Messages of one step that are sent one by one: a few are requests under way, whose
-fences wait for them; of thousands each would cost more than its bytes."""
+SENDS_AT_ONCE = 2
+"""Messages of one step that are sent one by one: the word of a pull and its fence's, if
+the copy is done at once; of thousands each would cost more than its bytes."""
 
 MESSAGES_AT_ONCE = 32
 """Are taken from what has arrived before other tasks have their turn."""
