@@ -57,7 +57,7 @@ class Destinations:
         }
         for name, ids in wanted.items():
             is_busy = self._taken[name][ids]
-            if is_busy.any():
+            if np.count_nonzero(is_busy):
                 busy = ids[is_busy]
                 raise BlocksInUse(
                     f"group {name!r}: blocks {busy[:8].tolist()} are being written for"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
         AsyncIterator,
         Awaitable,
         Callable,
-        Iterator,
         Mapping,
         Sequence,
     )
@@ -237,7 +236,7 @@ class TransferEngine:
             MisuseError: As its detail says.
             EngineClosed: The engine is closing.
         """
-        with _naming(request_id):
+        with _Naming(request_id):
             check_request_id(request_id)
             num_tokens = whole(num_tokens, "num_tokens")
             consumers = whole(consumers, "consumers")
@@ -298,7 +297,7 @@ class TransferEngine:
                 is too old, or the deadline passed.
             EngineClosed: The engine is closing.
         """
-        with _naming(ticket.request_id, ticket.engine_id):
+        with _Naming(ticket.request_id, ticket.engine_id):
             computed_tokens = whole(computed_tokens, "computed_tokens")
             priority = whole(priority, "priority")
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
@@ -422,7 +421,7 @@ class TransferEngine:
             MisuseError: The key was used before, or is in use.
             EngineClosed: The engine is closing.
         """
-        with _naming(None, phase="agreeing"):
+        with _Naming(None, phase="agreeing"):
             check_request_id(key)
             return await self._instance.agree(
                 key, work, deadline_at=self._deadline_at(deadline_s)
@@ -475,7 +474,7 @@ class TransferEngine:
             if ticket is None:
                 raise MisuseError("with a contact, say which request_id is expected")
             request_id = ticket.request_id
-        with _naming(request_id, contact.engine_id):
+        with _Naming(request_id, contact.engine_id):
             check_request_id(request_id)
             computed_tokens = whole(computed_tokens, "computed_tokens")
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
@@ -566,7 +565,7 @@ class TransferEngine:
             IncompletePush: Something never became ready; it is named.
             FerryError: As in `push`.
         """
-        with _naming(request_id):
+        with _Naming(request_id):
             check_request_id(request_id)
             num_tokens = whole(num_tokens, "num_tokens")
             spans = self._spans(blocks, first_token=0)
@@ -587,7 +586,7 @@ class TransferEngine:
             PeerError: The producer could not be told; its lease will end the offer.
             EngineClosed: The engine is closing.
         """
-        with _naming(ticket.request_id, ticket.engine_id, phase="declining"):
+        with _Naming(ticket.request_id, ticket.engine_id, phase="declining"):
             self._check_open()
             self._trust.check(ticket)
             party = await self._routes.find(ticket)
@@ -806,15 +805,21 @@ class _Links:
         self._pushes.on_end(link, cause)
 
 
-@contextmanager
-def _naming(
-    request_id: str | None, peer: str | None = None, *, phase: str = "new"
-) -> Iterator[None]:
+class _Naming:
     """What fails before it has a context of its own names request, peer and phase."""
-    try:
-        yield
-    except FerryError as error:
-        error.request_id = error.request_id or request_id
-        error.peer = error.peer or peer
-        error.phase = error.phase or phase
-        raise
+
+    def __init__(
+        self, request_id: str | None, peer: str | None = None, *, phase: str = "new"
+    ) -> None:
+        self._request_id = request_id
+        self._peer = peer
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _at: object) -> None:
+        if isinstance(error, FerryError):
+            error.request_id = error.request_id or self._request_id
+            error.peer = error.peer or self._peer
+            error.phase = error.phase or self._phase

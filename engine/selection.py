@@ -215,6 +215,8 @@ class SectionSelection:
 
     def bytes_of(self, wave: slice) -> int:
         """Bytes that one of its waves moves."""
+        if wave.stop - wave.start == self.descriptors:
+            return self.bytes  # most requests are one wave
         return self._bytes_before(wave.stop) - self._bytes_before(wave.start)
 
     def _bytes_before(self, first: int) -> int:

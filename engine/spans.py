@@ -9,7 +9,6 @@ Not here: what the bytes of a block look like (`kvferry.engine.runs`).
 from __future__ import annotations
 
 from array import array
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -39,6 +38,8 @@ __all__ = (
     "span_ids",
 )
 
+INT64 = np.dtype(np.int64)
+
 ABSENT = -(2**62)
 """Stands for ``None`` in an array of block ids; no real id comes near it."""
 
@@ -66,12 +67,14 @@ def span_ids(span: Span, *, group: str, side: str) -> Ids:
         UnknownBlock: An id is not an integer, or is beyond 64 bits.
     """
     given = span.block_ids
-    if isinstance(given, np.ndarray) and given.dtype == np.int64 and given.ndim == 1:
+    if isinstance(given, np.ndarray) and given.dtype is INT64 and given.ndim == 1:
         return cast("Ids", given)  # most often `as_array`'s
     if isinstance(given, list | tuple) and given:
         # As schedulers have them, at a third of what numpy takes to find out.
-        with suppress(TypeError, OverflowError):  # told below, or a None
+        try:
             return np.frombuffer(array("q", given), dtype=np.int64)
+        except (TypeError, OverflowError):  # a None, or none at all
+            return _odd_ids(span, group=group, side=side)
     return _odd_ids(span, group=group, side=side)
 
 
@@ -225,8 +228,7 @@ class Side(msgspec.Struct, frozen=True, cache_hash=True):
         return self.block_size * self.context.size
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Placement:
+class Placement(NamedTuple):
     """One span, checked, against one side's numbers.
 
     Attributes:

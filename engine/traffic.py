@@ -183,6 +183,8 @@ class Traffic:
         self._peer_bytes[peer] -= size
         if not self._peer_bytes[peer]:
             del self._peer_bytes[peer]
+        if not self._waiting_bytes:
+            return
         for lanes in self._classes.values():
             for queue in lanes.queues:
                 if peer in queue.lanes:

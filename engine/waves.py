@@ -81,8 +81,11 @@ class Waves(Sequence[Wave]):
     @property
     def are_bulk(self) -> bool:
         """Whether any of them lands in the staging buffer."""
-        parts = (part for lane in self._lanes for part in lane.parts)
-        return any(isinstance(part, BulkSelection) for part in parts)
+        for lane in self._lanes:
+            # Numbered behind the others.
+            if lane.parts and isinstance(lane.parts[-1], BulkSelection):
+                return True
+        return False
 
     def __len__(self) -> int:
         return len(self.sources)
