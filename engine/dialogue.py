@@ -116,7 +116,7 @@ class Dialogue:
                     offer = self._offer(source)
                     readers = self._held_party().readers[source]
                     renew = Renew(request_id, offer, self._attempt, readers)
-                    self._send(source, renew)
+                    self._send(source, renew, is_urgent=False)
             case DeclineSource(source=source):
                 offer = self._offer(source)
                 readers = self._held_party().readers[source]
@@ -126,6 +126,10 @@ class Dialogue:
                 offer_id = self._offer_id(source)
                 finished = ReadFinished(request_id, offer_id, self._attempt)
                 self._send(source, finished)
+
+    def flush(self, source: int) -> None:
+        """Let out at once what has been said to a source."""
+        self.peers[source].link.flush()
 
     def decline(self, cause: FerryError | None, *, may_dial: bool) -> None:
         """Free all of them; if that fails, their leases do. In the engine's nursery.
@@ -172,9 +176,15 @@ class Dialogue:
     def _sought(self) -> Sought:
         return sought(self._ticket)
 
-    def _send(self, source: int, message: LinkMessage) -> None:
+    def _send(
+        self, source: int, message: LinkMessage, *, is_urgent: bool = True
+    ) -> None:
+        link = self.peers[source].link
         try:
-            self.peers[source].link.post(message)
+            if is_urgent:
+                link.post(message)
+            else:
+                link.queue(message)
         except PeerLost as error:
             self._fail(source, error)
 

@@ -236,7 +236,11 @@ class _Pull:
                 raise FerryInternalError(f"no one does {type(effect).__name__}")
 
     def _post(self, number: int) -> None:
-        self._held_reading().post(number)
+        reading = self._held_reading()
+        # Over tcp the bytes move when the producer looks, and it looks when it has
+        # heard of us. Each source by itself: the first post waits for one word alone.
+        self._dialogue.flush(reading.waves.sources[number])
+        reading.post(number)
         if number == 0:
             self._log.debug("pull_reading")
 
@@ -333,10 +337,11 @@ class _Pull:
 
     def _take_room(self) -> None:
         """In the staging buffer if any is needed there: no wave ever waits for it."""
-        if self._held_reading().needs_berth:
-            self._aside.start(self._take_berth)
-        else:
+        reading = self._held_reading()
+        if not reading.needs_berth or reading.take_berth_now():
             self.feed(RoomTaken())
+        else:
+            self._aside.start(self._take_berth)
 
     async def _take_berth(self) -> None:
         await self._held_reading().take_berth()

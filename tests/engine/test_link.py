@@ -568,3 +568,33 @@ async def test_over_a_socket_a_message_leaves_before_the_loop_comes_round() -> N
         nursery.start_soon(partial(link.close, "over", within_s=1.0))
         assert isinstance(decode_message(await heard.receive()), Goodbye)
         await heard.aclose()
+
+
+async def test_what_is_queued_leaves_with_the_next_message() -> None:
+    """Or when it is asked for, or when the loop comes round."""
+    ours, theirs = trio.socket.socketpair()
+    link, heard = linked(trio.SocketStream(ours)), theirs.fileno()
+    frame = encode_frame(encode_message(renewed(0)), limit_bytes=MAX_LINK_BYTES)
+
+    def arrived() -> int:
+        with suppress(BlockingIOError):
+            return len(os.read(heard, 1 << 20)) // len(frame)
+        return 0
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(link.run, lambda _: None)
+        await trio.testing.wait_all_tasks_blocked()
+        link.queue(renewed(0))
+        assert not arrived()
+        link.post(renewed(1))
+        assert arrived() == 2
+        link.queue(renewed(2))
+        link.flush()
+        assert arrived() == 1
+        link.flush()
+        link.queue(renewed(3))
+        assert not arrived()
+        await trio.testing.wait_all_tasks_blocked()
+        assert arrived() == 1
+        nursery.cancel_scope.cancel()
+    theirs.close()
