@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import numpy as np
 
 from kvferry.protocol.errors import ImpossiblePlan, UnknownBlock
@@ -68,11 +67,11 @@ def span_ids(span: Span, *, group: str, side: str) -> Ids:
     """
     given = span.block_ids
     if isinstance(given, np.ndarray) and given.dtype is INT64 and given.ndim == 1:
-        return cast("Ids", given)  # most often `as_array`'s
+        return np.asarray(given, dtype=np.int64)  # itself, most often `as_array`'s
     if isinstance(given, list | tuple) and given:
         # As schedulers have them, at a third of what numpy takes to find out.
         try:
-            return np.frombuffer(array("q", given), dtype=np.int64)
+            return np.asarray(array("q", given)).view(INT64)
         except (TypeError, OverflowError):  # a None, or none at all
             return _odd_ids(span, group=group, side=side)
     return _odd_ids(span, group=group, side=side)
@@ -194,7 +193,7 @@ class Context(NamedTuple):
         return turns * self.interleave + mine
 
 
-class Side(msgspec.Struct, frozen=True, cache_hash=True):
+class Side(NamedTuple):
     """One side's numbers for fields whose blocks are divided alike.
 
     Attributes:
