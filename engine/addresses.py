@@ -26,6 +26,7 @@ HOME_NAMES = frozenset(
 )
 
 
+@lru_cache(maxsize=1024)  # each pull asks about the same few
 def is_loopback(host: str) -> bool:
     """Whether the host is this one, whoever resolves it."""
     address = _literal(host)

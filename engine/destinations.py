@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvferry.engine.spans import Side, span_ids
+from kvferry.engine.spans import Side, are_inside, span_ids
 from kvferry.protocol.errors import BlocksInUse, UnknownBlock
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ class Destinations:
             for name, span in spans.items()
         }
         for name, ids in wanted.items():
-            busy = ids[self._taken[name][ids]]
-            if busy.size:
+            is_busy = self._taken[name][ids]
+            if np.count_nonzero(is_busy):
+                busy = ids[is_busy]
                 raise BlocksInUse(
                     f"group {name!r}: blocks {busy[:8].tolist()} are being written for"
                     " another request; give others, or wait until it has ended"
@@ -77,4 +78,8 @@ class Destinations:
             return np.empty(0, dtype=np.int64)
         if grain := self._grains[name]:
             ids = ids[max(computed_tokens - span.first_token, 0) // grain :]
+        if are_inside(ids, blocks=self._taken[name].size):
+            return (
+                ids.copy()
+            )  # given back as it was taken, whatever becomes of the list
         return ids[(ids >= 0) & (ids < self._taken[name].size)]

@@ -41,13 +41,14 @@ from kvferry.protocol.link import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable
 
     from structlog.typing import FilteringBoundLogger
 
     from kvferry.engine.party import Party
     from kvferry.engine.peers import Answer, Peer
     from kvferry.engine.services import Services
+    from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.lifecycle.machine import Event
     from kvferry.protocol.link import LinkMessage, Sought
     from kvferry.protocol.ticket import RankOffer, Ticket
@@ -59,7 +60,7 @@ class Dialogue:
     """One pull's words with the producer's ranks, numbered as its sources are.
 
     Attributes:
-        peers: Whom it listens to; nobody before `begin` and after `end`.
+        peers: Its sources; nobody before `begin`.
     """
 
     def __init__(
@@ -100,7 +101,11 @@ class Dialogue:
 
     def name(self, sources: Iterable[int]) -> str:
         """Who these sources are."""
-        return ", ".join(str(self.peers[source].key) for source in sorted(sources))
+        return ", ".join(self.peers[source].name for source in sorted(sources))
+
+    def names(self, keys: Container[EngineKey]) -> tuple[str, ...]:
+        """Who those are that are among these."""
+        return tuple(peer.name for peer in self.peers if peer.key in keys)
 
     def say(self, effect: RenewLease | DeclineSource | SendReadFinished) -> None:
         """Carry out an effect that is a word to some of them."""
@@ -111,7 +116,7 @@ class Dialogue:
                     offer = self._offer(source)
                     readers = self._held_party().readers[source]
                     renew = Renew(request_id, offer, self._attempt, readers)
-                    self._send(source, renew)
+                    self._send(source, renew, is_urgent=False)
             case DeclineSource(source=source):
                 offer = self._offer(source)
                 readers = self._held_party().readers[source]
@@ -121,6 +126,10 @@ class Dialogue:
                 offer_id = self._offer_id(source)
                 finished = ReadFinished(request_id, offer_id, self._attempt)
                 self._send(source, finished)
+
+    def flush(self, source: int) -> None:
+        """Let out at once what has been said to a source."""
+        self.peers[source].link.flush()
 
     def decline(self, cause: FerryError | None, *, may_dial: bool) -> None:
         """Free all of them; if that fails, their leases do. In the engine's nursery.
@@ -167,9 +176,15 @@ class Dialogue:
     def _sought(self) -> Sought:
         return sought(self._ticket)
 
-    def _send(self, source: int, message: LinkMessage) -> None:
+    def _send(
+        self, source: int, message: LinkMessage, *, is_urgent: bool = True
+    ) -> None:
+        link = self.peers[source].link
         try:
-            self.peers[source].link.post(message)
+            if is_urgent:
+                link.post(message)
+            else:
+                link.queue(message)
         except PeerLost as error:
             self._fail(source, error)
 

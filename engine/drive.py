@@ -9,7 +9,6 @@ what happens when an invariant of ours breaks on the way.
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import trio
@@ -88,9 +87,11 @@ class Driver(Generic[StateT]):
         self._inbox: deque[Event] = deque()
         self._is_stepping = False
         self._changed = trio.Event()
+        self._now = trio.lowlevel.current_clock().current_time  # asked at each step
+        self._due_at = self._deadline()
         self._waits_until = float("inf")
         self._phase = machine.state
-        self._phase_at = trio.current_time()
+        self._phase_at = self._now()
 
     @property
     def is_over(self) -> bool:
@@ -109,15 +110,10 @@ class Driver(Generic[StateT]):
             return
         self._is_stepping = True
         try:
-            while self._inbox:
-                event, now = self._inbox.popleft(), trio.current_time()
-                if event is not self._tick and now >= self._deadline():
-                    # What comes behind a deadline finds it passed, however late we look.
-                    self._step(self._tick, now)
-                self._step(event, now)
+            contained(self._work_off, on_failure=self._give_up, log=self._log)
         finally:
             self._is_stepping = False
-        if self.is_over or self._deadline() < self._waits_until:
+        if self.is_over or self._due_at < self._waits_until:
             self._changed.set()
 
     async def run(self, first: Event | None = None) -> None:
@@ -143,13 +139,13 @@ class Driver(Generic[StateT]):
     async def _wait(self) -> None:
         while not self.is_over:
             self._changed = trio.Event()
-            self._waits_until = self._deadline()
+            self._waits_until = self._due_at
             with trio.move_on_at(self._waits_until):
                 await self._changed.wait()
-            now = trio.current_time()
-            if now >= self._deadline():
+            now = self._now()
+            if now >= self._due_at:
                 self.feed(self._tick)
-                if self._deadline() <= now:
+                if self._due_at <= now:
                     # It would be ticked for ever, and nobody else would run.
                     self._give_up(FerryInternalError("a tick left its deadline behind"))
 
@@ -157,14 +153,21 @@ class Driver(Generic[StateT]):
         deadline = self.machine.deadline
         return float("inf") if deadline is None else deadline
 
-    def _step(self, event: Event, now: float) -> None:
-        if self.bug is None:
-            decide = partial(self._decide, event, now)
-            contained(decide, on_failure=self._give_up, log=self._log)
+    def _work_off(self) -> None:
+        while self._inbox:
+            event, now = self._inbox.popleft(), self._now()
+            if self.bug is not None:
+                continue
+            if now >= self._due_at and event is not self._tick:
+                # What comes behind a deadline finds it passed, however late we look.
+                self._step(self._tick, now)
+            self._step(event, now)
 
-    def _decide(self, event: Event, now: float) -> None:
+    def _step(self, event: Event, now: float) -> None:
         effects = self.machine.step(event, now)
-        self._note_phase(now)
+        self._due_at = self._deadline()
+        if self.machine.state is not self._phase:
+            self._note_phase(now)
         for effect in effects:
             self._carry_out(effect)
 
@@ -175,8 +178,6 @@ class Driver(Generic[StateT]):
 
     def _note_phase(self, now: float) -> None:
         state = self.machine.state
-        if state is self._phase:
-            return
         name = self._phase.value
         self.phases_s[name] = self.phases_s.get(name, 0.0) + now - self._phase_at
         self._phase, self._phase_at = state, now

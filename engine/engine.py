@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -36,6 +36,7 @@ from kvferry.engine.quarantine import Quarantine
 from kvferry.engine.rearrange import Rearranger
 from kvferry.engine.routes import Routes
 from kvferry.engine.services import Services
+from kvferry.engine.spans import as_array
 from kvferry.engine.staging import Staging
 from kvferry.engine.traffic import Traffic
 from kvferry.engine.trust import Trust
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
         AsyncIterator,
         Awaitable,
         Callable,
-        Iterator,
         Mapping,
         Sequence,
     )
@@ -108,6 +108,7 @@ class TransferEngine:
         self.address: tuple[str, int] | None = None
         self.quarantine = Quarantine()
         self._cache = cache
+        self._groups = {g.name for g in cache.layout.groups} - config.skip_groups
         self._fabric = fabric
         self._log = log
         self._is_closing = False
@@ -235,7 +236,7 @@ class TransferEngine:
             MisuseError: As its detail says.
             EngineClosed: The engine is closing.
         """
-        with _naming(request_id):
+        with _Naming(request_id):
             check_request_id(request_id)
             num_tokens = whole(num_tokens, "num_tokens")
             consumers = whole(consumers, "consumers")
@@ -296,16 +297,20 @@ class TransferEngine:
                 is too old, or the deadline passed.
             EngineClosed: The engine is closing.
         """
-        with _naming(ticket.request_id, ticket.engine_id):
+        with _Naming(ticket.request_id, ticket.engine_id):
             computed_tokens = whole(computed_tokens, "computed_tokens")
             priority = whole(priority, "priority")
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
+            arrays = {
+                name: as_array(span, group=name, side="consumer")
+                for name, span in spans.items()
+            }
             deadline_at = self._deadline_at(deadline_s)
             self._trust.check(ticket)
             self._trust.check_fresh(ticket)
             return await self._pulls.run(
                 PullRequest(
-                    ticket, spans, computed_tokens, deadline_at, after, priority
+                    ticket, arrays, computed_tokens, deadline_at, after, priority
                 )
             )
 
@@ -416,7 +421,7 @@ class TransferEngine:
             MisuseError: The key was used before, or is in use.
             EngineClosed: The engine is closing.
         """
-        with _naming(None, phase="agreeing"):
+        with _Naming(None, phase="agreeing"):
             check_request_id(key)
             return await self._instance.agree(
                 key, work, deadline_at=self._deadline_at(deadline_s)
@@ -469,7 +474,7 @@ class TransferEngine:
             if ticket is None:
                 raise MisuseError("with a contact, say which request_id is expected")
             request_id = ticket.request_id
-        with _naming(request_id, contact.engine_id):
+        with _Naming(request_id, contact.engine_id):
             check_request_id(request_id)
             computed_tokens = whole(computed_tokens, "computed_tokens")
             spans = self._spans(blocks, first_token=computed_tokens, after=after)
@@ -560,7 +565,7 @@ class TransferEngine:
             IncompletePush: Something never became ready; it is named.
             FerryError: As in `push`.
         """
-        with _naming(request_id):
+        with _Naming(request_id):
             check_request_id(request_id)
             num_tokens = whole(num_tokens, "num_tokens")
             spans = self._spans(blocks, first_token=0)
@@ -581,7 +586,7 @@ class TransferEngine:
             PeerError: The producer could not be told; its lease will end the offer.
             EngineClosed: The engine is closing.
         """
-        with _naming(ticket.request_id, ticket.engine_id, phase="declining"):
+        with _Naming(ticket.request_id, ticket.engine_id, phase="declining"):
             self._check_open()
             self._trust.check(ticket)
             party = await self._routes.find(ticket)
@@ -673,7 +678,9 @@ class TransferEngine:
 
     def _check_groups(self, spans: Mapping[str, Span]) -> None:
         """Blocks are given for every group that is transferred, and for no other."""
-        known = {g.name for g in self._cache.layout.groups} - self.config.skip_groups
+        known = self._groups
+        if known == spans.keys():
+            return
         for name in sorted(known ^ spans.keys()):
             what = "no blocks were given for" if name in known else "there is no"
             raise UnknownBlock(
@@ -798,15 +805,21 @@ class _Links:
         self._pushes.on_end(link, cause)
 
 
-@contextmanager
-def _naming(
-    request_id: str | None, peer: str | None = None, *, phase: str = "new"
-) -> Iterator[None]:
+class _Naming:
     """What fails before it has a context of its own names request, peer and phase."""
-    try:
-        yield
-    except FerryError as error:
-        error.request_id = error.request_id or request_id
-        error.peer = error.peer or peer
-        error.phase = error.phase or phase
-        raise
+
+    def __init__(
+        self, request_id: str | None, peer: str | None = None, *, phase: str = "new"
+    ) -> None:
+        self._request_id = request_id
+        self._peer = peer
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _at: object) -> None:
+        if isinstance(error, FerryError):
+            error.request_id = error.request_id or self._request_id
+            error.peer = error.peer or self._peer
+            error.phase = error.phase or self._phase

@@ -52,6 +52,10 @@ of small ones would cost more than the bytes."""
 PIECE_BYTES = 2 * SEND_BYTES
 """Must leave within the silence, or the peer does not read its link."""
 
+SENDS_AT_ONCE = 2
+"""Messages of one step that are sent one by one: the word of a pull and its fence's, if
+the copy is done at once; of thousands each would cost more than its bytes."""
+
 MESSAGES_AT_ONCE = 32
 """Are taken from what has arrived before other tasks have their turn."""
 
@@ -158,7 +162,7 @@ class Link:
         self._queue_bytes = queue_bytes
         self._queued_bytes = 0
         self._filled = trio.Event()
-        self._is_idle = False  # the writer: nothing waits, and it is not sending
+        self._free_sends = 0  # none while the writer is sending
         self._is_closing = False
         self._flushed = trio.Event()
         self._ended = trio.Event()
@@ -176,12 +180,23 @@ class Link:
         return self._queued_bytes
 
     def post(self, message: LinkMessage) -> None:
-        """Queue a message; never blocks.
+        """Send a message as soon as the stream takes it; never blocks.
 
         Raises:
             PeerLost: The link has ended, or the peer has not read for so long
                 that the queue is full, which ends the link.
             MisuseError: The message is longer than any peer would take.
+        """
+        self.queue(message)
+        self.flush()
+
+    def queue(self, message: LinkMessage) -> None:
+        """Send a message with the next one that is posted, at the next `flush`, or when
+        the loop comes round; never blocks.
+
+        Raises:
+            PeerLost: As `post`.
+            MisuseError: As `post`.
         """
         if self._cause is not None:
             raise PeerLost(self._cause.detail, peer=str(self.peer))
@@ -201,16 +216,23 @@ class Link:
 
     def _put(self, payload: bytes) -> None:
         frame = encode_frame(payload, limit_bytes=MAX_LINK_BYTES)
-        if self._is_idle:
-            # Not by the writer, which runs only when the loop comes round again: two
-            # such rounds are half of a fence. What follows before it has run waits for
-            # it: thousands of messages in one step leave in few sends.
-            frame = frame[self._framed.send_nowait(frame) :]
-            self._is_idle = False
-        if frame:
-            self._queue.append(frame)
-            self._queued_bytes += len(frame) + FRAME_COST
+        self._queue.append(frame)
+        self._queued_bytes += len(frame) + FRAME_COST
         self._filled.set()
+
+    def flush(self) -> None:
+        """Send now what is queued, as far as the stream takes it."""
+        if not self._queue or not self._free_sends:
+            return
+        # Not by the writer, which runs only when the loop comes round again: two such
+        # rounds are half of a fence.
+        frames = self._take()
+        rest = frames[self._framed.send_nowait(frames) :]
+        self._free_sends -= 1
+        if rest:
+            self._queue.appendleft(rest)
+            self._queued_bytes += len(rest) + FRAME_COST
+            self._free_sends = 0
 
     def end(self, cause: FerryError) -> None:
         """End the link; `run` returns. The first cause stays."""
@@ -288,10 +310,10 @@ class Link:
             while self._queue or not self._is_closing:
                 if not self._queue:
                     self._filled = trio.Event()
-                    self._is_idle = True
+                    self._free_sends = SENDS_AT_ONCE
                     await self._filled.wait()
-                    self._is_idle = False
                 else:
+                    self._free_sends = 0
                     await self._send(self._take())
             self._flushed.set()
         except FerryError as error:

@@ -395,8 +395,10 @@ class Offers:
         deadline = share.machine.deadline
         if deadline is None:
             return
-        heapq.heappush(self._deadlines, (deadline, next(self._order), share))
-        self._wake()
+        entry = (deadline, next(self._order), share)
+        heapq.heappush(self._deadlines, entry)
+        if self._deadlines[0] is entry:  # most are due after all others
+            self._wake()
 
     def _wake(self) -> None:
         """There is something new to expire."""

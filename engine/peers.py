@@ -89,6 +89,7 @@ class Peer:
 
     Attributes:
         key: Who it is.
+        name: The same, to be read.
         card: What it told in the handshake.
         link: The open link to it.
         agent: Its name in the fabric.
@@ -99,6 +100,7 @@ class Peer:
 
     def __init__(self, key: EngineKey, card: Card, link: Link) -> None:
         self.key = key
+        self.name = str(key)
         self.card = card
         self.link = link
         self.agent = ""

@@ -88,7 +88,7 @@ class PullRequest:
     """What the caller asked for.
 
     Attributes:
-        spans: Our blocks, by group.
+        spans: Our blocks, by group, as arrays: several look at them.
         deadline_at: In `trio.current_time`.
         after: What must be over before the blocks are written.
     """
@@ -132,13 +132,13 @@ class Pulls:
                 del self._active[name]
                 if not self._active:
                     self._idle.set()
-                    self._idle = trio.Event()
 
     async def close(self) -> None:
         """End all pulls, and wait until each has drained or given up."""
         for pull in tuple(self._active.values()):
             pull.feed(PullFailed(EngineClosed("the engine is closing")))
         while self._active:
+            self._idle = trio.Event()
             await self._idle.wait()
 
 
@@ -236,7 +236,11 @@ class _Pull:
                 raise FerryInternalError(f"no one does {type(effect).__name__}")
 
     def _post(self, number: int) -> None:
-        self._held_reading().post(number)
+        reading = self._held_reading()
+        # Over tcp the bytes move when the producer looks, and it looks when it has
+        # heard of us. Each source by itself: the first post waits for one word alone.
+        self._dialogue.flush(reading.waves.sources[number])
+        reading.post(number)
         if number == 0:
             self._log.debug("pull_reading")
 
@@ -333,10 +337,11 @@ class _Pull:
 
     def _take_room(self) -> None:
         """In the staging buffer if any is needed there: no wave ever waits for it."""
-        if self._held_reading().needs_berth:
-            self._aside.start(self._take_berth)
-        else:
+        reading = self._held_reading()
+        if not reading.needs_berth or reading.take_berth_now():
             self.feed(RoomTaken())
+        else:
+            self._aside.start(self._take_berth)
 
     async def _take_berth(self) -> None:
         await self._held_reading().take_berth()
@@ -478,7 +483,7 @@ class _Pull:
             raise FerryInternalError("a done pull has no selection")
         report = TransferReport(
             request_id=self._ticket.request_id,
-            peers=tuple(str(key) for key in selection.peers),
+            peers=self._dialogue.names(selection.peers),
             num_tokens=self._ticket.num_tokens,
             computed_tokens=self._request.computed_tokens,
             bytes=selection.bytes,

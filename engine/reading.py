@@ -95,6 +95,11 @@ class Reading:
         """Whether any wave lands in bulk."""
         return self.waves.are_bulk
 
+    def take_berth_now(self) -> bool:
+        """Take room in the staging buffer if there is some; whether that is so."""
+        self._berth = self._services.staging.take_now()
+        return self._berth is not None
+
     async def take_berth(self) -> None:
         """Wait for room in the staging buffer; no wave ever waits after this."""
         self._berth = await self._services.staging.take()

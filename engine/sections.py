@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -116,6 +117,7 @@ class Stratum:
         local_base, remote_base: Descriptor id of each piece at place 0 of kernel
             block 0, int32 ``[P]``.
         run_bytes: Length of each piece, int64 ``[P]``.
+        stretches: Neighbouring pieces of one length: it, and how many they are.
         unit_bytes: Bytes of all pieces at one unit.
     """
 
@@ -123,6 +125,7 @@ class Stratum:
     local_base: npt.NDArray[np.int32]
     remote_base: npt.NDArray[np.int32]
     run_bytes: npt.NDArray[np.int64]
+    stretches: tuple[tuple[int, int], ...]
     unit_bytes: int
 
 
@@ -289,6 +292,10 @@ def _build_section(
                 (local_first + steps * local_count).astype(np.int32),
                 (remote_first + steps * remote_count).astype(np.int32),
                 columns.run,
+                tuple(
+                    (run, len(list(same)))
+                    for run, same in groupby(columns.run.tolist())
+                ),
                 int(columns.run.sum()),
             )
         )

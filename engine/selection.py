@@ -11,13 +11,11 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from operator import mul
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from kvferry.engine.spans import (
-    ABSENT,
     Placement,
     Side,
     Span,
@@ -152,15 +150,13 @@ class SectionSelection:
         index: Which of the `PeerPlan.sections` it belongs to, those in bulk counted
             behind the others.
         local_ids, remote_ids: ``[D]``, paired.
-        segment_runs: Bytes of each descriptor, one number per segment, int64 ``[S]``.
-        segment_sizes: Descriptors in each segment, int64 ``[S]``.
+        stretches: Neighbouring descriptors of equal runs: bytes of each, and how many.
     """
 
     index: int
     local_ids: DescriptorIds
     remote_ids: DescriptorIds
-    segment_runs: npt.NDArray[np.int64]
-    segment_sizes: npt.NDArray[np.int64]
+    stretches: Sequence[tuple[int, int]]
 
     @property
     def descriptors(self) -> int:
@@ -170,77 +166,73 @@ class SectionSelection:
     @cached_property
     def bytes(self) -> int:
         """How many bytes they move."""
-        return int(self.segment_runs @ self.segment_sizes)
+        return sum(run * count for run, count in self.stretches)
 
     @cached_property
     def shortest_run(self) -> int:
         """Bytes of the shortest descriptor."""
-        return int(self.segment_runs.min())
+        return min(run for run, _ in self.stretches)
 
     def run_bytes(self) -> npt.NDArray[np.int64]:
         """Bytes of each descriptor, ``[D]``; built anew at each call."""
-        return np.repeat(self.segment_runs, self.segment_sizes)
+        runs, counts = zip(*self.stretches, strict=True)
+        return np.repeat(np.array(runs), counts)
 
     def mirrored(self) -> SectionSelection:
         """Seen from the producer, which then is the local side: for a push."""
         return replace(self, local_ids=self.remote_ids, remote_ids=self.local_ids)
 
-    def wave_ends(self, max_bytes: int) -> npt.NDArray[np.int64]:
+    def wave_ends(self, max_bytes: int) -> list[int]:
         """Cut into waves of as many descriptors as fit: where each of them ends.
 
         A descriptor longer than ``max_bytes`` is a wave of its own. Costs some
-        microseconds a stretch of equal runs, however many waves that is.
+        microseconds a stretch of equal runs, and next to nothing a wave.
         """
-        ends: list[npt.NDArray[np.int64]] = []
+        ends: list[int] = []
         at = room = 0  # where we are, and what the wave that is open there still takes
-        for run, stop in self._stretches():
+        for run, count in self.stretches:
+            stop = at + count
             if at:
                 fit = max(room, 0) // run
                 if at + fit >= stop:
                     at, room = stop, room - run * (stop - at)
                     continue
                 at += fit
-                ends.append(np.array([at]))
+                ends.append(at)
             size = max(max_bytes // run, 1)
             before = (stop - at - 1) // size  # the last one may take more than these
-            ends.append(np.arange(at + size, at + size * before + 1, size))
+            ends.extend(range(at + size, at + size * before + 1, size))
             at, room = stop, max_bytes - run * (stop - at - size * before)
-        return _joined([*ends, np.array([at])])
+        ends.append(at)
+        return ends
 
     def waves(self, max_bytes: int) -> Iterator[slice]:
         """These waves as slices of the ids."""
         first = 0
-        for last in self.wave_ends(max_bytes).tolist():
+        for last in self.wave_ends(max_bytes):
             yield slice(first, last)
             first = last
 
-    def _stretches(self) -> Iterator[tuple[int, int]]:
-        """Neighbouring descriptors of equal runs: the run, and where they end."""
-        ends, _, runs = self._ends
-        for at, run in enumerate(runs):
-            if at + 1 == len(runs) or runs[at + 1] != run:
-                yield run, ends[at]
-
     def bytes_of(self, wave: slice) -> int:
         """Bytes that one of its waves moves."""
+        if wave.stop - wave.start == self.descriptors:
+            return self.bytes  # most requests are one wave
         return self._bytes_before(wave.stop) - self._bytes_before(wave.start)
 
     def _bytes_before(self, first: int) -> int:
-        ends, byte_ends, runs = self._ends
+        ends, byte_ends = self._ends
         at = bisect_right(ends, first)
         if at == len(ends):
             return self.bytes
-        return byte_ends[at] - (ends[at] - first) * runs[at]
+        return byte_ends[at] - (ends[at] - first) * self.stretches[at][0]
 
     @cached_property
-    def _ends(self) -> tuple[list[int], list[int], list[int]]:
-        """Of each segment: descriptors and bytes up to its end, and its run.
-
-        Lists, because a wave needs single numbers of them, which numpy is slow at.
-        """
-        runs, sizes = self.segment_runs.tolist(), self.segment_sizes.tolist()
-        ends = list(accumulate(sizes))
-        return ends, list(accumulate(map(mul, runs, sizes))), runs
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """Of each stretch: descriptors and bytes up to its end."""
+        return (
+            list(accumulate(count for _, count in self.stretches)),
+            list(accumulate(run * count for run, count in self.stretches)),
+        )
 
 
 class Piece(NamedTuple):
@@ -284,22 +276,22 @@ class BulkSelection(SectionSelection):
     def of(cls, index: int, section: BulkSection, units: _Units) -> BulkSelection:
         """Group the units by the blocks that they are read with."""
         pool = section.key.remote.kernel_blocks
-        place, block = np.divmod(units.remote, pool)
+        place, block = np.divmod(units.remote.astype(np.int64), pool)
         # A block that is listed again, for other tokens, is read again.
         is_next = (block[1:] != block[:-1]) | (place[1:] <= place[:-1])
         firsts = np.flatnonzero(np.concatenate(([True], is_next, [True])))
         base = np.arange(len(section.images), dtype=np.int32) * np.int32(pool)
-        remote_ids = DescriptorIds([(base, _narrow(block[firsts[:-1]]))])
+        heads = block[firsts[:-1]].astype(np.int32)
+        remote_ids = DescriptorIds([(base, heads)])
         number = np.repeat(np.arange(firsts.size - 1), np.diff(firsts))
         local_place, local_block = np.divmod(
-            units.local, section.key.local.kernel_blocks
+            units.local.astype(np.int64), section.key.local.kernel_blocks
         )
         return cls(
             index,
             DescriptorIds(),
             remote_ids,
-            np.array([section.image_bytes], dtype=np.int64),
-            np.array([remote_ids.size], dtype=np.int64),
+            [(section.image_bytes, remote_ids.size)],
             section,
             firsts,
             (local_block, local_place),
@@ -375,10 +367,11 @@ class Selection(Generic[KeyT]):
 
 
 class _Units(NamedTuple):
-    """The units of one stratum: ``place * kernel blocks + kernel block`` on each side."""
+    """The units of one stratum: ``place * kernel blocks + kernel block`` on each side,
+    int32 by `MAX_DESCRIPTORS`."""
 
-    local: Ids
-    remote: Ids
+    local: npt.NDArray[np.int32]
+    remote: npt.NDArray[np.int32]
     tokens: tuple[int, int]
     """Absolute tokens ``[first, last)``, rounded to units; list positions of a state."""
 
@@ -466,32 +459,36 @@ class Selector:
         unit = key.unit_tokens
         for placement in (local, remote):  # blocks of either may be of any size
             placement.check_reach(first, last)
-        tokens = np.arange(first, last, unit, dtype=np.int64)
+        tokens: range | Ids = range(first, last, unit)
         for side in (key.local, key.remote):
-            if side.context.size > 1:
-                tokens = tokens[side.context.holds(tokens)]
-        if not tokens.size:
+            tokens = side.context.held(tokens)
+        if not len(tokens):
             return None
         return _Units(
-            local.units(tokens, unit),
-            remote.units(tokens, unit),
+            local.units(tokens, unit).astype(np.int32),
+            remote.units(tokens, unit).astype(np.int32),
             (first, last),
         )
 
     def _slot_units(self, key: StratumKey) -> _Units | None:
-        local = self._placement("consumer", key.group, key.local).ids
-        remote = self._placement("producer", key.group, key.remote).ids
-        if local.size != remote.size:
+        local = self._placement("consumer", key.group, key.local)
+        remote = self._placement("producer", key.group, key.remote)
+        slots = local.ids.size
+        if slots != remote.ids.size:
             raise ImpossiblePlan(
-                f"group {key.group!r}: {local.size} consumer slots against"
-                f" {remote.size} producer slots"
+                f"group {key.group!r}: {slots} consumer slots against"
+                f" {remote.ids.size} producer slots"
             )
-        for side, ids in (("consumer", local), ("producer", remote)):
-            if (ids == ABSENT).any():
-                raise UnknownBlock(f"group {key.group!r}: a {side} slot is None")
-        if not local.size or not self._is_all_ready():
+        for placement in (local, remote):
+            if not placement.is_full:
+                raise UnknownBlock(
+                    f"group {key.group!r}: a {placement.name} slot is None"
+                )
+        if not slots or not self._is_all_ready():
             return None
-        return _Units(local, remote, (0, local.size))
+        return _Units(
+            local.ids.astype(np.int32), remote.ids.astype(np.int32), (0, slots)
+        )
 
     def _wanted(self, key: StratumKey) -> tuple[int, int]:
         """Tokens to move, rounded to units.
@@ -564,21 +561,22 @@ class Selector:
             FerryInternalError: The sources' tokens are not the wanted ones.
         """
         shares: dict[tuple[object, ...], dict[int, int]] = {}
+        members: dict[tuple[object, ...], StratumKey] = {}  # any one of each
+        same: tuple[object, ...]
         for key, units in self._units.items():
             if key.unit_tokens:
                 size, rank, interleave = key.remote.context
                 same = (key.group, key.local, key.unit_tokens, size, interleave)
                 tokens = units.local.size * key.unit_tokens if units else 0
                 shares.setdefault(same, {})[rank] = tokens
-        for key in self._units:
-            size, _, interleave = key.remote.context
-            same = (key.group, key.local, key.unit_tokens, size, interleave)
+                members[same] = key
+        for same, key in members.items():
             # Ranks with other units than these have rounded elsewhere.
-            if len(shares.get(same, ())) == size:
+            if len(shares[same]) == key.remote.context.size:
                 context = key.local.context
                 first, last = self._wanted(key)
                 wanted = context.own_before(last) - context.own_before(first)
-                given = sum(shares.pop(same).values())
+                given = sum(shares[same].values())
                 if given != max(wanted, 0):
                     raise FerryInternalError(
                         f"group {key.group!r}: {given} tokens planned, {wanted} wanted"
@@ -609,17 +607,15 @@ def _section_selection(
 ) -> SectionSelection:
     return SectionSelection(
         index,
-        DescriptorIds([(s.local_base, _narrow(u.local)) for s, u in chosen]),
-        DescriptorIds([(s.remote_base, _narrow(u.remote)) for s, u in chosen]),
-        _joined([s.run_bytes for s, _ in chosen]),
-        _joined([np.full(s.run_bytes.size, u.local.size) for s, u in chosen]),
+        DescriptorIds([(s.local_base, u.local) for s, u in chosen]),
+        DescriptorIds([(s.remote_base, u.remote) for s, u in chosen]),
+        [
+            (run, pieces * u.local.size)
+            for s, u in chosen
+            for run, pieces in s.stretches
+        ],
     )
 
 
 def _joined(arrays: Sequence[npt.NDArray[IntT]]) -> npt.NDArray[IntT]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _narrow(units: Ids) -> npt.NDArray[np.int32]:
-    """Ids are int32 by `MAX_DESCRIPTORS`."""
-    return units.astype(np.int32)

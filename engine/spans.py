@@ -8,6 +8,7 @@ Not here: what the bytes of a block look like (`kvferry.engine.runs`).
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,10 +31,13 @@ __all__ = (
     "Placement",
     "Side",
     "Span",
+    "are_inside",
     "as_array",
     "kernel_ids",
     "span_ids",
 )
+
+INT64 = np.dtype(np.int64)
 
 ABSENT = -(2**62)
 """Stands for ``None`` in an array of block ids; no real id comes near it."""
@@ -61,6 +65,20 @@ def span_ids(span: Span, *, group: str, side: str) -> Ids:
     Raises:
         UnknownBlock: An id is not an integer, or is beyond 64 bits.
     """
+    given = span.block_ids
+    if isinstance(given, np.ndarray) and given.dtype is INT64 and given.ndim == 1:
+        return np.asarray(given, dtype=np.int64)  # itself, most often `as_array`'s
+    if isinstance(given, list | tuple) and given:
+        # As schedulers have them, at a third of what numpy takes to find out.
+        try:
+            return np.asarray(array("q", given)).view(INT64)
+        except (TypeError, OverflowError):  # a None, or none at all
+            return _odd_ids(span, group=group, side=side)
+    return _odd_ids(span, group=group, side=side)
+
+
+def _odd_ids(span: Span, *, group: str, side: str) -> Ids:
+    """As `span_ids`, of whatever else there is."""
     try:
         ids = np.asarray(span.block_ids)
         if ids.dtype.kind == "O":
@@ -88,14 +106,20 @@ def as_array(span: Span, *, group: str, side: str) -> Span:
     return Span(span_ids(span, group=group, side=side), span.first_token)
 
 
-def check_ids(ids: Ids, *, blocks: int, group: str, side: str) -> None:
-    """Every id is inside its pool, or absent.
+def are_inside(ids: Ids, *, blocks: int) -> bool:
+    """Whether every id is inside its pool, and none absent."""
+    # One look for both ends: without its sign a negative id is above all others.
+    return not ids.size or bool(np.maximum.reduce(ids.view(np.uint64)) < blocks)
+
+
+def check_ids(ids: Ids, *, blocks: int, group: str, side: str) -> bool:
+    """Whether every id is inside its pool; if not, those that are not are absent.
 
     Raises:
-        UnknownBlock: With the first id that is not, its index and the pool's size.
+        UnknownBlock: With the first id that is neither, its index and the pool's size.
     """
-    if not ids.size or (ids.min() >= 0 and ids.max() < blocks):
-        return
+    if are_inside(ids, blocks=blocks):
+        return True
     wrong = np.flatnonzero((ids != ABSENT) & ((ids < 0) | (ids >= blocks)))
     if wrong.size:
         index = int(wrong[0])
@@ -103,6 +127,7 @@ def check_ids(ids: Ids, *, blocks: int, group: str, side: str) -> None:
             f"group {group!r}: {side} block id {int(ids[index])} at index {index} is"
             f" outside the pool of {blocks} blocks"
         )
+    return False
 
 
 def check_distinct(ids: Ids, *, group: str, side: str) -> None:
@@ -114,7 +139,10 @@ def check_distinct(ids: Ids, *, group: str, side: str) -> None:
     if ids.size < 2:
         return
     ordered = np.sort(ids)
-    repeated = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != ABSENT)]
+    is_repeated = ordered[1:] == ordered[:-1]
+    if not is_repeated.any():
+        return
+    repeated = ordered[1:][is_repeated & (ordered[1:] != ABSENT)]
     if repeated.size:
         raise UnknownBlock(
             f"group {group!r}: {side} block id {int(repeated[0])} is listed twice"
@@ -140,27 +168,32 @@ class Context(NamedTuple):
     rank: int = 0
     interleave: int = 1
 
-    def holds(self, tokens: Ids) -> npt.NDArray[np.bool_]:
-        """Which of the tokens are here."""
-        held: npt.NDArray[np.bool_] = tokens // self.interleave % self.size == self.rank
+    def held(self, tokens: range | Ids) -> range | Ids:
+        """Those of the tokens that are here; a range if they all are."""
+        if self.size == 1:
+            return tokens
+        tokens = np.asarray(tokens)
+        held: Ids = tokens[tokens // self.interleave % self.size == self.rank]
         return held
 
-    def own(self, tokens: Ids) -> Ids:
-        """Own positions of tokens that are here."""
+    def own(self, tokens: range | Ids) -> range | Ids:
+        """Own positions of tokens that are here; a range is of all there are."""
         if self.size == 1:
             return tokens
         turn = self.interleave * self.size
+        tokens = np.asarray(tokens)
         return tokens // turn * self.interleave + tokens % self.interleave
 
     def own_before(self, token: int) -> int:
         """How many tokens before this one are here."""
+        if self.size == 1:
+            return token
         turns, rest = divmod(token, self.interleave * self.size)
         mine = min(max(rest - self.rank * self.interleave, 0), self.interleave)
         return turns * self.interleave + mine
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(NamedTuple):
     """One side's numbers for fields whose blocks are divided alike.
 
     Attributes:
@@ -175,7 +208,7 @@ class Side:
     blocks: int
     kernel_tokens: int
     kernel_blocks: int
-    context: Context = Context()  # noqa: RUF009 - immutable
+    context: Context = Context()
 
     @classmethod
     def of(cls, group: GroupLayout, field: FieldLayout | None = None) -> Side:
@@ -194,19 +227,22 @@ class Side:
         return self.block_size * self.context.size
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """One span, checked, against one side's numbers.
 
     Attributes:
         ids: Logical ids, `ABSENT` for none; inside the pool.
         first_token: Absolute.
+        origin: Blocks of this side before the first of them.
+        is_full: None of them is absent.
         group, name: The group and ``local`` or ``remote``, for messages.
     """
 
     side: Side
     ids: Ids
     first_token: int
+    origin: int
+    is_full: bool
     group: str
     name: str
 
@@ -220,7 +256,7 @@ class Placement:
             UnknownBlock: An id outside the pool.
             ImpossiblePlan: The span does not begin at a block boundary.
         """
-        check_ids(ids, blocks=side.blocks, group=group, side=name)
+        is_full = check_ids(ids, blocks=side.blocks, group=group, side=name)
         first, grain = span.first_token, side.span_grain
         if first < 0 or (first % grain if grain else first):
             rule = f"a multiple of the block size {grain}" if grain else "0: a state"
@@ -228,7 +264,8 @@ class Placement:
                 f"group {group!r}: the {name} span begins at token {first}, not at"
                 f" {rule}"
             )
-        return cls(side, ids, first, group, name)
+        origin = first // grain if grain else 0
+        return cls(side, ids, first, origin, is_full, group, name)
 
     def check_reach(self, first: int, last: int) -> None:
         """Refuse tokens far beyond the span before anything is made for each of them.
@@ -243,11 +280,12 @@ class Placement:
         if last - end > self.side.span_grain:
             self._refuse(first, last, max(first, end))
 
-    def units(self, tokens: Ids, unit_tokens: int) -> Ids:
+    def units(self, tokens: range | Ids, unit_tokens: int) -> Ids:
         """Row place and kernel block of the units that begin at ``tokens``.
 
         Args:
-            tokens: Absolute, ascending, multiples of the unit, all of them here.
+            tokens: Absolute, ascending, multiples of the unit, all of them here; a
+                range if they are all that there are.
             unit_tokens: Divides the kernel block.
 
         Returns:
@@ -258,19 +296,28 @@ class Placement:
         """
         side = self.side
         own = side.context.own(tokens)
-        index = own // side.block_size - self.first_token // side.span_grain
-        if index[0] < 0 or index[-1] >= self.ids.size:
-            self._refuse_outside(tokens, index)
-        ids = self.ids[index]
-        if ids.min() < 0:
-            self._refuse_absent(tokens, index, ids)
-        if side.block_size != side.kernel_tokens:
-            ratio = side.block_size // side.kernel_tokens
-            ids = ids * ratio + own % side.block_size // side.kernel_tokens
-        if unit_tokens != side.kernel_tokens:
-            place = own % side.kernel_tokens // unit_tokens
-            ids = ids + place * side.kernel_blocks
-        return ids
+        begin = int(own[0]) // side.block_size - self.origin
+        end = int(own[-1]) // side.block_size - self.origin + 1
+        if begin < 0 or end > self.ids.size:
+            self._refuse_outside(tokens)
+        if not self.is_full:
+            self._check_present(tokens, own)
+        # All units of these blocks in order, and of them those that are wanted.
+        ids = self._unit_ids(self.ids[begin:end], unit_tokens)
+        before = (self.origin + begin) * (side.block_size // unit_tokens)
+        if isinstance(own, range):
+            first = own.start // unit_tokens - before
+            return ids[first : first + len(own)]
+        return ids[own // unit_tokens - before]
+
+    def _unit_ids(self, block_ids: Ids, unit_tokens: int) -> Ids:
+        side = self.side
+        if side.block_size == unit_tokens:
+            return block_ids
+        places = np.arange(side.kernel_tokens // unit_tokens) * side.kernel_blocks
+        ratio = side.block_size // side.kernel_tokens
+        of_block = (np.arange(ratio)[:, None] + places).ravel()
+        return (block_ids[:, None] * ratio + of_block).ravel()
 
     def tail(self, token: int) -> tuple[Ids, int]:
         """The present blocks from an absolute token to the end of the span.
@@ -280,16 +327,31 @@ class Placement:
         """
         own = self.side.context.own_before(max(token, self.first_token))
         index, slot = divmod(own, self.side.block_size)
-        ids = self.ids[index - self.first_token // self.side.span_grain :]
-        if ids.size and ids[0] == ABSENT:
-            slot = 0
-        ids = ids[ids != ABSENT]
+        ids = self.ids[index - self.origin :]
+        if not self.is_full and ids.size:
+            slot = 0 if ids[0] == ABSENT else slot
+            ids = ids[ids != ABSENT]
         return ids, slot if ids.size else 0
 
-    def _refuse_outside(self, tokens: Ids, index: Ids) -> None:
-        inside = (index >= 0) & (index < self.ids.size)
-        missing = tokens[~inside]
+    def _index(self, own: range | Ids) -> Ids:
+        """Where in the list each of these own positions is."""
+        return np.asarray(own) // self.side.block_size - self.origin
+
+    def _refuse_outside(self, tokens: range | Ids) -> None:
+        index = self._index(self.side.context.own(tokens))
+        outside = (index < 0) | (index >= self.ids.size)
+        missing = np.asarray(tokens)[outside]
         self._refuse(int(tokens[0]), int(tokens[-1]) + 1, int(missing[0]))
+
+    def _check_present(self, tokens: range | Ids, own: range | Ids) -> None:
+        index = self._index(own)
+        absent = np.flatnonzero(self.ids[index] < 0)
+        if absent.size:
+            wrong = int(absent[0])
+            raise UnknownBlock(
+                f"group {self.group!r}: token {int(tokens[wrong])} is needed, but the"
+                f" {self.name} block at index {int(index[wrong])} is None"
+            )
 
     def _refuse(self, first: int, last: int, missing: int) -> None:
         end = self.first_token + self.ids.size * self.side.span_grain
@@ -298,11 +360,4 @@ class Placement:
             f" what shares their units are needed, but the {self.name} span of"
             f" {self.ids.size} blocks holds [{self.first_token}, {end}); token"
             f" {missing} is not in it"
-        )
-
-    def _refuse_absent(self, tokens: Ids, index: Ids, ids: Ids) -> None:
-        wrong = int(np.flatnonzero(ids < 0)[0])
-        raise UnknownBlock(
-            f"group {self.group!r}: token {int(tokens[wrong])} is needed, but the"
-            f" {self.name} block at index {int(index[wrong])} is None"
         )

@@ -111,9 +111,20 @@ class Staging:
         first = cell * (self._config.wave_bytes // section.image_bytes)
         return np.arange(first, first + images.size, dtype=np.int32)
 
+    def take_now(self) -> Berth | None:
+        """A berth that nobody waits for, if there is one."""
+        try:
+            self._turn.acquire_nowait()
+        except trio.WouldBlock:
+            return None
+        return self._berth()
+
     async def take(self) -> Berth:
         """Wait for a berth."""
         await self._turn.acquire()
+        return self._berth()
+
+    def _berth(self) -> Berth:
         return Berth(self._free.pop(), self._config.window)
 
     def give_back(self, berth: Berth) -> None:

@@ -145,7 +145,7 @@ class Traffic:
         self._burst_posts = 0
         self._burst_bytes = 0
         self._spent = trio.Event()
-        self._eased = trio.Event()
+        self._eased: trio.Event | None = None  # somebody waits for it
 
     @property
     def waves_in_flight(self) -> int:
@@ -165,6 +165,7 @@ class Traffic:
     async def wait_backlog(self, limit_bytes: int) -> None:
         """Wait until no more than so much waits for its turn."""
         while self._waiting_bytes > limit_bytes:
+            self._eased = self._eased or trio.Event()
             await self._eased.wait()
 
     def ask(self, lane: Lane, turn: Turn) -> None:
@@ -182,6 +183,8 @@ class Traffic:
         self._peer_bytes[peer] -= size
         if not self._peer_bytes[peer]:
             del self._peer_bytes[peer]
+        if not self._waiting_bytes:
+            return
         for lanes in self._classes.values():
             for queue in lanes.queues:
                 if peer in queue.lanes:
@@ -247,5 +250,6 @@ class Traffic:
 
     def _ease(self, size: int) -> None:
         self._waiting_bytes -= size
-        self._eased.set()
-        self._eased = trio.Event()
+        if self._eased is not None:
+            self._eased.set()
+            self._eased = None

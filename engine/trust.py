@@ -88,7 +88,7 @@ class Trust:
             raise UntrustedTicket(f"{host}:{port} {self._why_not()}")
 
     def _is_listed(self, host: str, port: int) -> bool:
-        if self._listed.holds(host, port):
+        if self._config.trusted and self._listed.holds(host, port):
             return True
         if self._config.trusted is not None or self._config.secret:
             return False

@@ -9,15 +9,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, overload
-
-import numpy as np
 
 from kvferry.engine.selection import BulkSelection
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from kvferry.engine.selection import SectionSelection, Selection
     from kvferry.protocol.identity import EngineKey
 
@@ -71,17 +68,24 @@ class Waves(Sequence[Wave]):
     ) -> None:
         self._lanes = [_Lane(selection.peers.get(key, ()), max_bytes) for key in keys]
         counts = [len(lane) for lane in self._lanes]
-        sources = np.repeat(np.arange(len(keys)), counts)
-        turns = np.concatenate([np.arange(count) for count in (*counts, 0)])
-        order = np.lexsort((sources, turns))
-        self.sources: tuple[int, ...] = tuple(sources[order].tolist())
-        self._turns: list[int] = turns[order].tolist()
+        self._rounds: list[_Round] = []
+        sources: list[int] = []
+        before = 0
+        for count in sorted({*counts} - {0}):
+            members = [n for n, waves in enumerate(counts) if waves > before]
+            self._rounds.append(_Round(len(sources), before, members))
+            sources += members * (count - before)
+            before = count
+        self.sources = tuple(sources)
 
     @property
     def are_bulk(self) -> bool:
         """Whether any of them lands in the staging buffer."""
-        parts = (part for lane in self._lanes for part in lane.parts)
-        return any(isinstance(part, BulkSelection) for part in parts)
+        for lane in self._lanes:
+            # Numbered behind the others.
+            if lane.parts and isinstance(lane.parts[-1], BulkSelection):
+                return True
+        return False
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -95,8 +99,26 @@ class Waves(Sequence[Wave]):
     def __getitem__(self, number: int | slice) -> Wave | Sequence[Wave]:
         if isinstance(number, slice):
             return [self[n] for n in range(*number.indices(len(self)))]
+        number = range(len(self))[number]  # also one counted from the end
+        at = bisect_right(self._rounds, number, key=attrgetter("first")) - 1
+        first, turn, members = self._rounds[at]
         source = self.sources[number]
-        return Wave(source, *self._lanes[source].wave(self._turns[number]))
+        turn += (number - first) // len(members)
+        return Wave(source, *self._lanes[source].wave(turn))
+
+
+class _Round(NamedTuple):
+    """Waves in which the same lanes take turns.
+
+    Attributes:
+        first: Number of the first of them.
+        turn: Which of its lane's waves that is.
+        members: Whose turns they are.
+    """
+
+    first: int
+    turn: int
+    members: Sequence[int]
 
 
 class _Lane:
@@ -104,10 +126,8 @@ class _Lane:
 
     def __init__(self, parts: Sequence[SectionSelection], max_bytes: int) -> None:
         self.parts = parts
-        self._ends: list[npt.NDArray[np.int64]] = [
-            part.wave_ends(max_bytes) for part in parts
-        ]
-        self._firsts = [0, *accumulate(ends.size for ends in self._ends)]
+        self._ends = [part.wave_ends(max_bytes) for part in parts]
+        self._firsts = [0, *accumulate(map(len, self._ends))]
 
     def __len__(self) -> int:
         return self._firsts[-1]
@@ -115,5 +135,5 @@ class _Lane:
     def wave(self, number: int) -> tuple[SectionSelection, slice]:
         at = bisect_right(self._firsts, number) - 1
         ends, turn = self._ends[at], number - self._firsts[at]
-        first = int(ends[turn - 1]) if turn else 0
-        return self.parts[at], slice(first, int(ends[turn]))
+        first = ends[turn - 1] if turn else 0
+        return self.parts[at], slice(first, ends[turn])

@@ -80,9 +80,10 @@ def runs_of(key: Hashable, share: Share) -> Iterator[Run]:
     own = np.arange(stratum.local_places, dtype=np.int64) * unit
     tokens = _absolute(stratum.local.context, own)
     for place, token in enumerate(tokens.tolist()):
-        if not there.context.holds(tokens[place : place + 1]).all():
+        held = there.context.held(tokens[place : place + 1])
+        if not len(held):
             continue
-        theirs = int(there.context.own(tokens[place : place + 1])[0])
+        theirs = int(there.context.own(held)[0])
         block, rest = divmod(theirs, there.kernel_tokens) if unit else (0, 0)
         local = share.local_address + place * share.local_step
         remote = (

@@ -68,10 +68,10 @@ def check_ids(side: str, ids: npt.NDArray[np.int32], descriptors: int) -> None:
         )
     if len(ids) == 0:
         raise ImpossiblePlan(f"no {side} ids")
-    first, last = int(ids.min()), int(ids.max())
-    if first < 0 or last >= descriptors:
+    # One look for both ends: without its sign a negative id is above all others.
+    if np.maximum.reduce(ids.view(np.uint32)) >= descriptors:
         raise ImpossiblePlan(
-            f"{side} ids {first} to {last} are not all in [0, {descriptors})"
+            f"{side} ids {ids.min()} to {ids.max()} are not all in [0, {descriptors})"
         )
 
 

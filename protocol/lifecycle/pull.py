@@ -17,8 +17,6 @@ Not here: which bytes a wave has, who a source is, what time it is.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from kvferry.protocol.errors import (
     DeadlineExceeded,
     FerryError,
@@ -100,6 +98,11 @@ OVER = frozenset(
     }
 )
 """The states in which the request has its outcome."""
+
+_DUE = frozenset({PullState.CONNECTING, PullState.CONFIRMING})
+_RENEWED = frozenset({PullState.PLANNED, PullState.QUEUED, PullState.READING})
+_GRACED = frozenset({PullState.DRAINING, PullState.FINISHING})
+"""What limits the time in a state: the deadline; leases, too; a grace of its own."""
 
 
 class PullStarted(Event, frozen=True):
@@ -313,15 +316,11 @@ class PullMachine(Machine[PullState]):
     @property
     def deadline(self) -> float | None:
         """When the next `PullTicked` is due."""
-        match self.state:
-            case PullState.CONNECTING | PullState.CONFIRMING:
-                return self._deadline_at
-            case PullState.PLANNED | PullState.QUEUED | PullState.READING:
-                return min(self._deadline_at, self._renew_at)
-            case PullState.DRAINING | PullState.FINISHING:
-                return self._grace_at
-            case _:
-                return None
+        if self.state in _RENEWED:
+            return min(self._deadline_at, self._renew_at)
+        if self.state in _DUE:
+            return self._deadline_at
+        return self._grace_at if self.state in _GRACED else None
 
     @property
     def unsettled(self) -> frozenset[int]:
@@ -356,8 +355,9 @@ class PullMachine(Machine[PullState]):
                 f" and {event.unready} are not ready"
             )
         self._wave_sources = event.wave_sources
-        waves = Counter(event.wave_sources)
-        self._unread = [waves[source] for source in sources]
+        self._unread = [0] * event.sources
+        for source in event.wave_sources:
+            self._unread[source] += 1
         self._needed = set(read)
         self._unconfirmed = set(read)
         self._unready = read & set(event.unready)

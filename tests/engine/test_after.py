@@ -476,7 +476,7 @@ async def test_a_lease_that_runs_out_while_the_reader_waits(autojump_clock) -> N
         before = posts(world, decode)
         offer = offered(prefill, producer, after=Gate())
         (peer,) = decode._peers._peers.values()
-        post = peer.link.post
+        queue = peer.link.queue
         renewed_at: list[float] = []
 
         def but_some_renewals(message) -> None:
@@ -484,9 +484,9 @@ async def test_a_lease_that_runs_out_while_the_reader_waits(autojump_clock) -> N
                 renewed_at.append(trio.current_time())
                 if 1 < len(renewed_at) < 6:
                     return
-            post(message)
+            queue(message)
 
-        peer.link.post = but_some_renewals
+        peer.link.queue = but_some_renewals
         error = await failure(decode, offer.ticket)
         assert isinstance(error, LeaseExpired)
         assert error.phase == "planned"

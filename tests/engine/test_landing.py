@@ -294,14 +294,14 @@ def two_berths(**more: Any) -> dict[str, Any]:
 async def test_many_pulls_share_the_buffer_in_turn(autojump_clock, monkeypatch) -> None:
     """Never more than there is room for, in the order they came, and back to base."""
     pools, seen, order = (Pool(32), Pool(32)), [], []
-    take = Staging.take
+    take = Staging._berth
 
-    async def watched(self: Staging) -> Berth:
-        berth = await take(self)
+    def watched(self: Staging) -> Berth:
+        berth = take(self)
         seen.append(self.taken_berths)
         return berth
 
-    monkeypatch.setattr(Staging, "take", watched)
+    monkeypatch.setattr(Staging, "_berth", watched)
     world = World()
     async with world.pair(*pools, **two_berths()) as (prefill, decode):
 

@@ -249,13 +249,13 @@ async def test_expiry_and_the_fence_race(autojump_clock, tick) -> None:
         delay_s = 0.2 + tick * 0.0001
         world.network.faults.add(TransferFault(fabric="c-*", delay_s=delay_s))
         link = next(iter(decode._peers._peers.values())).link
-        post = link.post
+        queue = link.queue
 
         def but_renewals(message) -> None:
             if type(message).__name__ != "Renew":
-                post(message)
+                queue(message)
 
-        link.post = but_renewals
+        link.queue = but_renewals
         try:
             await decode.pull(offer.ticket, {GROUP: [3]})
         except LeaseExpired:

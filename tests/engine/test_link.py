@@ -13,7 +13,13 @@ import trio
 import trio.testing
 
 from kvferry.engine import MisuseError, PeerLost, ProtocolViolation
-from kvferry.engine.link import FRAME_COST, MESSAGES_AT_ONCE, FramedStream, Link
+from kvferry.engine.link import (
+    FRAME_COST,
+    MESSAGES_AT_ONCE,
+    SENDS_AT_ONCE,
+    FramedStream,
+    Link,
+)
 from kvferry.protocol.framing import MAX_LINK_BYTES, encode_frame
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.link import (
@@ -534,7 +540,7 @@ async def test_h1_a_flood_of_messages_takes_turns_with_other_tasks(
 
 
 async def test_over_a_socket_a_message_leaves_before_the_loop_comes_round() -> None:
-    """One at a time: what follows it in the same step leaves together, in its order."""
+    """A few one by one; what follows in the same step leaves together, in its order."""
     ours, theirs = trio.socket.socketpair()
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
     link, bare = linked(trio.SocketStream(ours)), theirs.fileno()
@@ -547,12 +553,11 @@ async def test_over_a_socket_a_message_leaves_before_the_loop_comes_round() -> N
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link.run, lambda _: None)
         await trio.testing.wait_all_tasks_blocked()
-        link.post(renewed(0))
         first = encode_frame(encode_message(renewed(0)), limit_bytes=MAX_LINK_BYTES)
-        assert waiting() == len(first)
-        for number in range(1, 500):
+        for number in range(500):
             link.post(renewed(number))
-        assert waiting() == len(first)
+            sent = min(number + 1, SENDS_AT_ONCE)
+            assert waiting() == sent * len(first)
         for number in range(500):
             assert decode_message(await heard.receive()) == renewed(number)
         await trio.testing.wait_all_tasks_blocked()
@@ -563,3 +568,33 @@ async def test_over_a_socket_a_message_leaves_before_the_loop_comes_round() -> N
         nursery.start_soon(partial(link.close, "over", within_s=1.0))
         assert isinstance(decode_message(await heard.receive()), Goodbye)
         await heard.aclose()
+
+
+async def test_what_is_queued_leaves_with_the_next_message() -> None:
+    """Or when it is asked for, or when the loop comes round."""
+    ours, theirs = trio.socket.socketpair()
+    link, heard = linked(trio.SocketStream(ours)), theirs.fileno()
+    frame = encode_frame(encode_message(renewed(0)), limit_bytes=MAX_LINK_BYTES)
+
+    def arrived() -> int:
+        with suppress(BlockingIOError):
+            return len(os.read(heard, 1 << 20)) // len(frame)
+        return 0
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(link.run, lambda _: None)
+        await trio.testing.wait_all_tasks_blocked()
+        link.queue(renewed(0))
+        assert not arrived()
+        link.post(renewed(1))
+        assert arrived() == 2
+        link.queue(renewed(2))
+        link.flush()
+        assert arrived() == 1
+        link.flush()
+        link.queue(renewed(3))
+        assert not arrived()
+        await trio.testing.wait_all_tasks_blocked()
+        assert arrived() == 1
+        nursery.cancel_scope.cancel()
+    theirs.close()

@@ -176,15 +176,20 @@ class Spawned(trio.abc.Instrument):
         self.names.append(task.name)
 
 
+@pytest.mark.parametrize(
+    ("landing", "tasks"),
+    [("direct", set()), ("bulk", {"kvferry.engine.reading.Reading._rearrange"})],
+)
 async def test_a_warm_pull_costs_no_task_and_three_messages_a_rank(
-    autojump_clock,
+    autojump_clock, landing, tasks
 ) -> None:
-    """Whom it needs is looked up: the read begins in the call that asks for it."""
+    """Whom it needs is looked up, and room is there: the read begins in the call that
+    asks for it."""
     world, producers = World(), sharded(4, heads=4)
     consumers = sharded(2, heads=4)
     async with (
         world.joined("p", producers) as prefill,
-        world.joined("c", consumers, landing="direct") as decode,
+        world.joined("c", consumers, landing=landing) as decode,
     ):
 
         async def pull(name: str) -> None:
@@ -204,19 +209,19 @@ async def test_a_warm_pull_costs_no_task_and_three_messages_a_rank(
             links = [*engine._listener._links]
             links += [peer.link for peer in engine._peers._peers.values()]
             for link in links:
-                link.post = partial(_noted, said, link.post)
+                link.queue = partial(_noted, said, link.queue)
         trio.lowlevel.add_instrument(spawned)
         await pull("warm")
         trio.lowlevel.remove_instrument(spawned)
-        assert spawned.names == []
+        assert set(spawned.names) == tasks
         assert decode[0]._asks._dials.handshakes == asked
         kinds = Counter(type(message).__name__ for message in said)
         assert kinds == {"Renew": 4, "ReadFinished": 4, "Confirmed": 4}
 
 
-def _noted(said: list, post, message) -> None:
+def _noted(said: list, queue, message) -> None:
     said.append(message)
-    post(message)
+    queue(message)
 
 
 @pytest.mark.parametrize(("theirs", "ours", "heads"), SHAPES)

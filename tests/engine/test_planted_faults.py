@@ -119,13 +119,12 @@ def first_group_only(world: World) -> World:
     def after(selection):
         def cut(part, key):
             del key
-            first = part.segment_sizes[0] * 2 * 2
+            run, first = part.stretches[0]
             return replace(
                 part,
                 local_ids=part.local_ids[:first],
                 remote_ids=part.remote_ids[:first],
-                segment_runs=part.segment_runs[:1],
-                segment_sizes=np.array([first]),
+                stretches=[(run, first)],
             )
 
         return _each_selected(selection, cut)

@@ -52,6 +52,7 @@ class Starved:
 
     def queued(self) -> None:
         """Others keep all room to land in."""
+        self.decode._staging.take_now = lambda: None  # type: ignore[method-assign]
         self.decode._staging.take = forever  # type: ignore[method-assign]
 
     def reading(self) -> None:

@@ -22,10 +22,10 @@ segments = st.lists(
 
 
 def section(index, pairs, first) -> SectionSelection:
-    """A section whose ids are all different: segments of (run bytes, descriptors)."""
-    runs, sizes = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
-    ids = np.arange(first, first + sizes.sum(), dtype=np.int32)
-    return SectionSelection(index, ids, ids + np.int32(7), runs, sizes)
+    """A section whose ids are all different: stretches of (run bytes, descriptors)."""
+    count = sum(size for _, size in pairs)
+    ids = np.arange(first, first + count, dtype=np.int32)
+    return SectionSelection(index, ids, ids + np.int32(7), pairs)
 
 
 @given(
@@ -198,10 +198,10 @@ def test_a_huge_request_is_neither_cut_nor_numbered_all_at_once() -> None:
     """40 GB in 80 layers: what is made before the first post does not grow with them."""
     units = np.arange(100_000, dtype=np.int32)
     ids = DescriptorIds([(np.arange(80, dtype=np.int32) * 100_000, units)])
-    runs, sizes = np.full(80, 65536), np.full(80, 100_000)
+    stretches = [(65536, 80 * 100_000)]
     tracemalloc.start()
     try:
-        part = SectionSelection(0, ids, ids, runs, sizes)
+        part = SectionSelection(0, ids, ids, stretches)
         waves = Waves(SimpleNamespace(peers={"p": (part,)}), ["p"], max_bytes=1 << 23)
         assert len(waves) == 62_500
         last = waves[-1]
