@@ -16,7 +16,7 @@ from kvferry.protocol.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ("AddressList", "is_loopback", "is_wildcard", "leads_home")
+__all__ = ("AddressList", "is_literal", "is_loopback", "is_wildcard", "leads_home")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -31,6 +31,11 @@ def is_loopback(host: str) -> bool:
     """Whether the host is this one, whoever resolves it."""
     address = _literal(host)
     return host.lower() == "localhost" if address is None else address.is_loopback
+
+
+def is_literal(host: str) -> bool:
+    """Whether the host is an address, in full, that nobody has to resolve."""
+    return _literal(host) is not None
 
 
 def leads_home(host: str) -> bool:

@@ -116,7 +116,8 @@ class Pump:
     def claim(self, cadence: Cadence) -> Iterator[None]:
         """Look at least this often while inside."""
         self._claims[cadence] += 1
-        self._wake()
+        if self._claims[cadence] == 1:  # those before this one have woken it
+            self._wake()
         try:
             yield
         finally:
