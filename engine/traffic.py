@@ -1,9 +1,9 @@
 """`Traffic`: who may post now, and who waits for a turn.
 
 Bounds what is in flight, for the whole engine and for each peer; serves requests in
-turns, the more urgent ones first, then those that have not begun; and posts no more between two looks of the loop
-than it can afford, because a post may block for as long as its bytes take
-(nixl-facts row 2).
+turns, the more urgent ones first, then those that have not begun; and posts no more
+between two looks of the loop than it can afford, because a post may block for as long
+as its bytes take (nixl-facts row 2).
 """
 
 from __future__ import annotations
