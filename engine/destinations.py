@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.engine.spans import Side, are_inside, span_ids
-from kvferry.protocol.errors import BlocksInUse, UnknownBlock
+from kvferry.protocol.errors import BlocksInUse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -45,7 +45,8 @@ class Destinations:
         """Keep a request's blocks from others; those before it are shared by many.
 
         Args:
-            spans: Of known groups. Ids that do not exist are the plan's to refuse.
+            spans: Of known groups, as arrays of the request's own. Ids that do not exist
+                are the plan's to refuse.
             computed_tokens: Nothing before this position is written.
 
         Raises:
@@ -72,14 +73,9 @@ class Destinations:
                 self._taken[name][ids] = False
 
     def _written(self, name: str, span: Span, computed_tokens: int) -> Ids:
-        try:
-            ids = span_ids(span, group=name, side="consumer")
-        except UnknownBlock:
-            return np.empty(0, dtype=np.int64)
+        ids = span_ids(span, group=name, side="consumer")
         if grain := self._grains[name]:
             ids = ids[max(computed_tokens - span.first_token, 0) // grain :]
         if are_inside(ids, blocks=self._taken[name].size):
-            return (
-                ids.copy()
-            )  # given back as it was taken, whatever becomes of the list
+            return ids
         return ids[(ids >= 0) & (ids < self._taken[name].size)]

@@ -300,17 +300,13 @@ class TransferEngine:
         with _Naming(ticket.request_id, ticket.engine_id):
             computed_tokens = whole(computed_tokens, "computed_tokens")
             priority = whole(priority, "priority")
-            spans = self._spans(blocks, first_token=computed_tokens, after=after)
-            arrays = {
-                name: as_array(span, group=name, side="consumer")
-                for name, span in spans.items()
-            }
+            spans = self._destinations(blocks, computed_tokens, after=after)
             deadline_at = self._deadline_at(deadline_s)
             self._trust.check(ticket)
             self._trust.check_fresh(ticket)
             return await self._pulls.run(
                 PullRequest(
-                    ticket, arrays, computed_tokens, deadline_at, after, priority
+                    ticket, spans, computed_tokens, deadline_at, after, priority
                 )
             )
 
@@ -477,7 +473,7 @@ class TransferEngine:
         with _Naming(request_id, contact.engine_id):
             check_request_id(request_id)
             computed_tokens = whole(computed_tokens, "computed_tokens")
-            spans = self._spans(blocks, first_token=computed_tokens, after=after)
+            spans = self._destinations(blocks, computed_tokens, after=after)
             self._trust.check(source)
             if ticket is not None:
                 self._trust.check_fresh(ticket)
@@ -671,6 +667,21 @@ class TransferEngine:
         if after is not None:
             check_after(after)
         return spans
+
+    def _destinations(
+        self,
+        blocks: Mapping[str, Sequence[int | None] | Span],
+        computed_tokens: int,
+        *,
+        after: After | None,
+    ) -> dict[str, Span]:
+        """The same of blocks that are written to: whatever becomes of the caller's lists
+        meanwhile, no others are."""
+        spans = self._spans(blocks, first_token=computed_tokens, after=after)
+        return {
+            name: as_array(span, group=name, side="consumer")
+            for name, span in spans.items()
+        }
 
     def _check_open(self) -> None:
         if self._is_closing:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvferry.engine.spans import ABSENT, Placement, Side, span_ids
+from kvferry.engine.spans import Placement, Side, plain_ids, span_ids
 from kvferry.protocol.errors import (
     LeaseExpired,
     MisuseError,
@@ -234,5 +234,4 @@ def _ticket_span(group: GroupLayout, span: Span, num_tokens: int) -> TicketSpan:
             f"group {name!r}: {ids.size} producer blocks from token"
             f" {placement.first_token} on end at token {last}, {num_tokens} are offered"
         )
-    plain = (None if block == ABSENT else block for block in ids.tolist())
-    return TicketSpan(tuple(plain), span.first_token)
+    return TicketSpan(plain_ids(ids), span.first_token)

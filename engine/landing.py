@@ -26,6 +26,7 @@ from kvferry.engine.quarantine import QuarantineEntry, held_blocks
 from kvferry.engine.report import TransferReport
 from kvferry.engine.selection import Selector
 from kvferry.engine.shares import Shares, share_among
+from kvferry.engine.spans import plain_ids, span_ids
 from kvferry.protocol.errors import (
     BadTicket,
     EngineClosed,
@@ -119,7 +120,7 @@ class LandingRequest:
 
     Attributes:
         contact: All ranks that may push.
-        spans: Our blocks, by group.
+        spans: Our blocks, by group, as arrays: several look at them.
         num_tokens: Of the request, if a ticket has told.
         deadline_at: In `trio.current_time`.
     """
@@ -370,7 +371,9 @@ class _Landing:
     def _register(self) -> None:
         self._claims.enter_context(self._services.pump.claim(Cadence.OFFERED))
         spans = {
-            name: TicketSpan(_plain(span), span.first_token)
+            name: TicketSpan(
+                plain_ids(span_ids(span, group=name, side="consumer")), span.first_token
+            )
             for name, span in self._request.spans.items()
         }
         shares = self._held_shares()
@@ -671,11 +674,6 @@ class _Landing:
         )
         self._log.info("landing_done", bytes=report.bytes, waves=report.waves)
         return report
-
-
-def _plain(span: Span) -> tuple[int | None, ...]:
-    """The ids of a span as the wire has them."""
-    return tuple(None if block is None else int(block) for block in span.block_ids)
 
 
 _ABORTED: dict[AbortedReason, type[FerryError]] = {

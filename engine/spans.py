@@ -34,6 +34,7 @@ __all__ = (
     "are_inside",
     "as_array",
     "kernel_ids",
+    "plain_ids",
     "span_ids",
 )
 
@@ -49,8 +50,8 @@ class Span:
 
     Attributes:
         block_ids: Logical ids in token order; ``None`` where a window dropped the
-            block. Slots for a state group. Read at each use, never copied: do not
-            change it while a request is at work with it.
+            block. Slots for a state group. A request reads it as it begins, and
+            keeps what it was then.
         first_token: Absolute position of the first token of the first block; a
             multiple of the logical block size (times the context size).
     """
@@ -68,7 +69,7 @@ def span_ids(span: Span, *, group: str, side: str) -> Ids:
     given = span.block_ids
     if isinstance(given, np.ndarray) and given.dtype is INT64 and given.ndim == 1:
         return np.asarray(given, dtype=np.int64)  # itself, most often `as_array`'s
-    if isinstance(given, list | tuple) and given:
+    if isinstance(given, list | tuple) and given and not isinstance(given[0], bool):
         # As schedulers have them, at a third of what numpy takes to find out.
         try:
             return np.asarray(array("q", given)).view(INT64)
@@ -100,10 +101,17 @@ def _odd_ids(span: Span, *, group: str, side: str) -> Ids:
 def as_array(span: Span, *, group: str, side: str) -> Span:
     """The same span with its ids as `span_ids` has them: for many uses.
 
+    They are its own, whatever becomes of what the caller gave.
+
     Raises:
         UnknownBlock: As `span_ids`.
     """
-    return Span(span_ids(span, group=group, side=side), span.first_token)
+    return Span(span_ids(span, group=group, side=side).copy(), span.first_token)
+
+
+def plain_ids(ids: Ids) -> tuple[int | None, ...]:
+    """Ids as messages have them, ``None`` for `ABSENT`."""
+    return tuple(None if block == ABSENT else block for block in ids.tolist())
 
 
 def are_inside(ids: Ids, *, blocks: int) -> bool:

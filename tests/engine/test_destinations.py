@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import trio
 
 from kvferry.engine import BlocksInUse, Span
-from tests.kit import GROUP, STATE, Pool, World, at_base
+from tests.kit import GROUP, POISON, STATE, Pool, World, at_base
 
 
 async def test_a_block_of_a_pull_under_way_is_not_another_s(autojump_clock) -> None:
@@ -67,3 +68,30 @@ async def test_a_slot_of_a_state_is_a_destination(autojump_clock) -> None:
             with pytest.raises(BlocksInUse, match=STATE):
                 await decode.pull(tickets[1], {GROUP: [6], STATE: [3]})
         await decode.decline(tickets[1])
+
+
+@pytest.mark.parametrize("way", ["pull", "push"])
+@pytest.mark.parametrize("kind", [list, np.array])
+async def test_ids_that_change_afterwards_change_nothing(
+    autojump_clock, kind, way
+) -> None:
+    """A request has the blocks that were given, tail and all, and touches no others."""
+    world, producer, consumer = World(latency_s=1.0), Pool(), Pool()
+    async with world.pair(producer, consumer) as (prefill, decode):
+        theirs = {GROUP: kind(producer.stamp([1, 2], num_tokens=5)[GROUP])}
+        ours = {GROUP: kind([5, 6])}
+        async with trio.open_nursery() as nursery:
+            if way == "pull":
+                ticket = prefill.offer("r", theirs, num_tokens=5).ticket
+                nursery.start_soon(decode.pull, ticket, ours)
+            else:
+                nursery.start_soon(
+                    lambda: decode.expect(prefill.contact, ours, request_id="r")
+                )
+                nursery.start_soon(lambda: prefill.push("r", theirs, num_tokens=5))
+            for _ in range(2):  # both calls have begun then, and are not further
+                await trio.lowlevel.checkpoint()
+            theirs[GROUP][:] = ours[GROUP][:] = [8, 9]
+        assert consumer.holds([5, 6], num_tokens=5)
+        assert all((t[8:10] == POISON).all() for t in consumer.tensors)
+        at_base(decode)

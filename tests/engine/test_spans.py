@@ -41,7 +41,17 @@ def test_an_array_is_made_once() -> None:
     assert made.block_ids.tolist() == [5, ABSENT, 2]
 
 
-@pytest.mark.parametrize("given", [[1.0], ["1"], [2**64], [[1]], "12", [None, 1.5]])
+def test_an_array_of_the_caller_is_not_its_own() -> None:
+    given = np.array([5, 9, 2])
+    made = as_array(Span(given), group="g", side="consumer")
+    given[:] = 0
+    assert list(made.block_ids) == [5, 9, 2]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[1.0], ["1"], [2**64], [[1]], "12", [None, 1.5], [True, False], (True,)],
+)
 def test_what_is_no_list_of_integers_is_refused(given) -> None:
     with pytest.raises(UnknownBlock, match="not a list of integers"):
         span_ids(Span(given), group="g", side="consumer")
