@@ -100,13 +100,13 @@ class Frames:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: Counter[str] = Counter()
-        post = Link.post
+        queue = Link.queue
 
         def count(link: Link, message: Any) -> None:
             self.sent[type(message).__name__] += 1
-            post(link, message)
+            queue(link, message)
 
-        monkeypatch.setattr(Link, "post", count)
+        monkeypatch.setattr(Link, "queue", count)
 
 
 async def messages(monkeypatch: pytest.MonkeyPatch, how: str) -> Counter[str]:
