@@ -116,6 +116,8 @@ class CopyingFabric(Fabric):
         first: Fabric,
         make_second: Callable[[], Fabric],
         *,
+        large_bytes: int = LARGE_BYTES,
+        late_s: float = LATE_S,
         log: FilteringBoundLogger | None = None,
     ) -> None:
         """The second agent is not made yet.
@@ -125,12 +127,16 @@ class CopyingFabric(Fabric):
                 this.
             make_second: Called by `attend`, once at most and in a worker thread: it
                 takes a tenth of a second.
+            large_bytes: Smaller posts are left to the first.
+            late_s: A post that is back later, and done, has copied.
             log: Hears why copies are left to the first.
         """
         self.name = first.name
         self.copies = 0
         self._first = first
         self._make_second = make_second
+        self._large_bytes = large_bytes
+        self._late_s = late_s
         self._log = (log or structlog.get_logger("kvferry")).bind(agent=self.name)
         self._second: Fabric | None = None
         self._wanted = trio.Event()
@@ -217,7 +223,7 @@ class CopyingFabric(Fabric):
     ) -> Transfer:
         """Post with the agent that is known to be the faster one."""
         ours, theirs = self._own(local), self._own(remote)
-        is_large = len(remote_ids) * theirs.mean_bytes >= LARGE_BYTES
+        is_large = len(remote_ids) * theirs.mean_bytes >= self._large_bytes
         by = (is_large and self._by_second(ours, theirs)) or _Post(
             self._first, ours.first, theirs.first
         )
@@ -255,7 +261,7 @@ class CopyingFabric(Fabric):
         peer = self._peers.get(name or "")
         if peer is None or peer.late_posts == LATE_POSTS:
             return
-        is_late = took_s > LATE_S and self._first.poll(transfer) is Progress.DONE
+        is_late = took_s > self._late_s and self._first.poll(transfer) is Progress.DONE
         peer.late_posts = peer.late_posts + 1 if is_late else 0
         if peer.late_posts == LATE_POSTS:
             self._wanted.set()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import trio
 
-from kvferry.engine.fabric import Operation, Prepared, Progress, Transfer, copying
+from kvferry.engine.fabric import Operation, Prepared, Progress, Transfer
 from kvferry.engine.fabric.base import Fabric
 from kvferry.engine.fabric.copying import LARGE_BYTES, LATE_POSTS, CopyingFabric
 from kvferry.protocol.errors import MisuseError, PeerUnreachable
@@ -87,10 +87,10 @@ class Agent(Fabric):
 class World:
     """A fabric of two such agents, with a peer, and posts of any size to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, late_s: float = 0.0) -> None:
         self.first, self.second = Agent(), Agent()
         self.made = 0
-        self.fabric = CopyingFabric(self.first, self.make)
+        self.fabric = CopyingFabric(self.first, self.make, late_s=late_s)
         self.fabric.register([REGION])
         self.fabric.connect(b"peer")
         self.sides = {
@@ -121,9 +121,8 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch) -> World:
+def world() -> World:
     """In which every post is late."""
-    monkeypatch.setattr(copying, "LATE_S", 0.0)
     return World()
 
 
@@ -155,12 +154,15 @@ async def test_a_post_that_is_not_done_when_it_is_back_teaches_nothing(world, pr
     assert not world.fabric.is_wanted
 
 
-async def test_posts_that_are_back_soon_or_small_teach_nothing(monkeypatch):
-    """Small ones stay with the first anyway."""
-    monkeypatch.setattr(copying, "LATE_S", 1e9)
-    world = World()
+async def test_posts_that_are_back_soon_teach_nothing():
+    """Whoever moves the bytes, it was not this thread."""
+    world = World(late_s=1e9)
     world.learn()
-    monkeypatch.setattr(copying, "LATE_S", 0.0)
+    assert not world.fabric.is_wanted
+
+
+async def test_small_posts_teach_nothing(world):
+    """They stay with the first anyway."""
     for _ in range(LATE_POSTS):
         world.post(SMALL)
     assert not world.fabric.is_wanted

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ import pytest
 import trio
 from nixl._api import nixl_agent, nixl_agent_config
 
-from kvferry.engine.fabric import Notice, copying
-from kvferry.engine.fabric.copying import over_nixl
+from kvferry.engine.fabric import Notice
+from kvferry.engine.fabric.copying import CopyingFabric
 from kvferry.engine.fabric.nixl import NixlFabric
 from kvferry.protocol.errors import ConfigError, FerryError, MisuseError
 from kvferry.protocol.layout import Region
@@ -45,8 +46,11 @@ def rig(request):
     elif request.param == "threads":
         rig = Rig(NixlFabric(unique("initiator"), copy_threads=2), ChildPeer())
     else:
-        rig = Rig(over_nixl(unique("initiator"), copy_threads=2), ChildPeer())
-        request.getfixturevalue("everything_is_copied")
+        name = unique("initiator")
+        second = partial(NixlFabric, name, copy_threads=2)
+        # By the second agent, however small it is, once some have been posted.
+        fabric = CopyingFabric(NixlFabric(name), second, large_bytes=1, late_s=0.0)
+        rig = Rig(fabric, ChildPeer())
         while not rig.fabric.is_wanted:
             write_is_byte_exact(rig)
         trio.run(rig.fabric.attend)
@@ -54,15 +58,6 @@ def rig(request):
     if request.param == "copying":
         assert rig.fabric.copies
     rig.close()
-
-
-@pytest.fixture(scope="session")
-def everything_is_copied():
-    """By the second agent, however small it is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "LARGE_BYTES", 1)
-        patch.setattr(copying, "LATE_S", 0.0)
-        yield
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
