@@ -41,9 +41,9 @@ LARGE_BYTES = 1 << 20
 LATE_S = 0.0002
 """A post that leaves the copying to others is back sooner, or not done when it is."""
 
-LATE_POSTS = 3
-"""In a row, until a peer counts as one that is copied from: over tcp, one may be done
-at once by chance."""
+LATE_POSTS = 8
+"""In a row, until a peer counts as one that is copied from: over tcp, up to one write of
+2 MiB in twenty is late and done by chance, so three in a row are a matter of hours."""
 
 
 class _Both(Prepared):
@@ -163,20 +163,32 @@ class CopyingFabric(Fabric):
         if self._is_closed:
             second.close()
             return
-        second.register(self._regions[len(regions) :])
         self._second = second
+        self._register_late(self._regions[len(regions) :])
 
     def _made_second(self, regions: Sequence[Region]) -> Fabric:
         second = self._make_second()
-        second.register(regions)
+        try:
+            second.register(regions)
+        except FerryError:
+            second.close()
+            raise
         return second
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register memory with both."""
+        """Register memory with both; the second can do without."""
         self._first.register(regions)
         self._regions += regions
-        if self._second is not None:
+        self._register_late(regions)
+
+    def _register_late(self, regions: Sequence[Region]) -> None:
+        """What the second does not know, it prepares no rows of: see `_by_second`."""
+        if self._second is None:
+            return
+        try:
             self._second.register(regions)
+        except FerryError as error:
+            self._log.warning("copies_stay_in_the_loop", error=str(error))
 
     def metadata(self) -> bytes:
         """Of the first, which is the one that peers reach."""
@@ -223,8 +235,13 @@ class CopyingFabric(Fabric):
     ) -> Transfer:
         """Post with the agent that is known to be the faster one."""
         ours, theirs = self._own(local), self._own(remote)
-        is_large = len(remote_ids) * theirs.mean_bytes >= self._large_bytes
-        by = (is_large and self._by_second(ours, theirs)) or _Post(
+        may_copy = (
+            ours.memory
+            == theirs.memory
+            == "DRAM"  # what a device moves needs no thread
+            and len(remote_ids) * theirs.mean_bytes >= self._large_bytes
+        )
+        by = (may_copy and self._by_second(ours, theirs)) or _Post(
             self._first, ours.first, theirs.first
         )
         begin = perf_counter()
@@ -234,7 +251,7 @@ class CopyingFabric(Fabric):
         if by.agent is not self._first:
             self.copies += 1
             self._copied.add(transfer)
-        elif is_large and ours.memory == theirs.memory == "DRAM":
+        elif may_copy:
             self._learn(theirs.peer, transfer, perf_counter() - begin)
         return transfer
 

@@ -35,6 +35,8 @@ class Agent(Fabric):
         self.open: list[Transfer] = []
 
     def register(self, regions):
+        if self.refuses:
+            raise MisuseError("not this memory")
         self.registered += regions
 
     def metadata(self):
@@ -144,7 +146,7 @@ async def test_large_posts_go_to_the_second_once_some_were_copied_here(world):
 
 @pytest.mark.parametrize("progress", [Progress.ACTIVE, Progress.FAILED])
 async def test_a_post_that_is_not_done_when_it_is_back_teaches_nothing(world, progress):
-    """However late: over a network, one may be done at once by chance, and never three."""
+    """However late: over a network, one may be done at once by chance, and never so many."""
     for _ in range(3):
         for _ in range(LATE_POSTS - 1):
             world.post()
@@ -169,12 +171,18 @@ async def test_small_posts_teach_nothing(world):
 
 
 async def test_device_memory_stays_with_the_first(world):
-    """What a device moves needs no thread of ours."""
+    """What a device moves needs no thread of ours, though the peer's host memory does."""
     local = world.fabric.prepare(None, "VRAM", LARGE)
     remote = world.fabric.prepare("peer", "DRAM", LARGE)
     for _ in range(LATE_POSTS):
         world.fabric.post(Operation.READ, local, ONE, remote, ONE)
     assert not world.fabric.is_wanted
+    world.learn()
+    await world.attend()
+    world.fabric.post(Operation.READ, local, ONE, remote, ONE)
+    assert not world.second.posts
+    world.post()
+    assert world.second.posts == 1
 
 
 async def test_a_peer_that_the_second_cannot_meet_stays_with_the_first(world):
@@ -199,6 +207,43 @@ async def test_a_second_agent_that_cannot_be_made_is_done_without(world):
     await world.attend()
     world.post()
     assert world.first.posts == LATE_POSTS + 1
+
+
+async def test_a_second_agent_that_cannot_have_the_memory_is_closed(world):
+    """It is no use, and its threads are not left behind."""
+    world.learn()
+    world.second.refuses = True
+    await world.attend()
+    assert world.second.is_closed
+    world.post()
+    assert (world.first.posts, world.second.posts) == (LATE_POSTS + 1, 0)
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+async def test_memory_that_the_second_does_not_take_later_is_the_first_s(
+    world, is_made
+):
+    """A staging buffer comes while the second is made, or afterwards."""
+    world.learn()
+    if is_made:
+        await world.attend()
+    else:
+        # Registered in the worker thread, behind the regions that it was told of.
+        made_second = world.fabric._made_second
+
+        def and_one_more(regions):
+            made = made_second(regions)
+            world.second.refuses = True
+            trio.from_thread.run_sync(world.fabric.register, [REGION])
+            return made
+
+        world.fabric._made_second = and_one_more
+        await world.attend()
+    world.second.refuses = True
+    world.fabric.register([REGION])
+    assert len(world.first.registered) == 2 + (not is_made)
+    assert world.second.registered == [REGION]
+    assert not world.second.is_closed
 
 
 async def test_both_forget_what_is_forgotten(world):
