@@ -62,9 +62,10 @@ INITIATOR: Final = "NIXL_INIT_AGENT"
 SPLIT_DESCRIPTORS = 1
 """With threads: every post is theirs, however few descriptors it has."""
 
-LAST_COPY_S = 0.1
-"""With threads: when a post fails for one of them, another may be copying still. No
-single copy takes so long."""
+LAST_COPY_S = 1.0
+"""With threads: when a post fails for one of them, another may be copying still, a few
+megabytes at most until it hears of it. That takes milliseconds; the rest is for a thread
+that is kept from its core meanwhile, as a quota does for tenths of a second."""
 
 Handle = Any
 """A handle object of the untyped bindings; None once it is given back."""
