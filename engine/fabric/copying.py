@@ -157,7 +157,7 @@ class CopyingFabric(Fabric):
         regions = tuple(self._regions)
         try:
             second = await trio.to_thread.run_sync(self._made_second, regions)
-        except FerryError as error:
+        except Exception as error:  # noqa: BLE001 - no engine ends for want of a faster way
             self._log.warning("copies_stay_in_the_loop", error=str(error))
             return
         if self._is_closed:

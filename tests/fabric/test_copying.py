@@ -196,11 +196,14 @@ async def test_a_peer_that_the_second_cannot_meet_stays_with_the_first(world):
     assert (world.first.posts, world.second.posts) == (LATE_POSTS + 2, 0)
 
 
-async def test_a_second_agent_that_cannot_be_made_is_done_without(world):
+@pytest.mark.parametrize(
+    "error", [PeerUnreachable("no second one"), RuntimeError("can't start new thread")]
+)
+async def test_a_second_agent_that_cannot_be_made_is_done_without(world, error):
     """The engine runs as ever."""
 
     def fail() -> Agent:
-        raise PeerUnreachable("no second one")
+        raise error
 
     world.fabric._make_second = fail
     world.learn()
