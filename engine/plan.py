@@ -245,6 +245,7 @@ class Pairing(Generic[KeyT]):
         """The same for another consumer rank."""
         other = copy.copy(self)
         other._reader = reader  # noqa: SLF001 - one of us
+        other._known = {}  # noqa: SLF001 - of the groups of one rank, which may differ
         return other
 
     def of_group(self, group: GroupLayout) -> Iterator[tuple[KeyT, Contribution]]:

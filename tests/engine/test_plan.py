@@ -447,6 +447,19 @@ def test_equal_layers_are_paired_and_their_bytes_enumerated_once(
     assert calls == {"pair_parts": 2, "_stretches": 2}
 
 
+def test_what_is_known_of_equal_layers_is_one_reader_s() -> None:
+    """Another rank may hold other tokens in as many bytes."""
+    layout = _claimed_layout(2**40, 8)
+    (group,) = layout.groups
+    other = replace(group, context_size=2, context_rank=1)
+    pairing = planning.Pairing({0: layout}, 0)
+    strata = [
+        {contribution.stratum.local.context.rank for _, contribution in made}
+        for made in (pairing.of_group(group), pairing.of_reader(1).of_group(other))
+    ]
+    assert strata == [{0}, {1}]
+
+
 def test_layers_in_one_block_become_one_run() -> None:
     """All layers of a block lie behind each other on both sides: one run a block."""
 
