@@ -10,7 +10,7 @@ import pytest
 from tests.nixl.engines import engine, open_in, pull, restartable, until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.processes import Child, Restartable
 
@@ -56,14 +56,33 @@ def learn(producer: Child, consumer: Child, name: str) -> None:
     raise AssertionError("nothing is copied beside the loop")
 
 
+def learn_to_push(producer: Child, consumer: Child, name: str) -> None:
+    """Push until threads copy; each of the pushes is exact."""
+    before, contact = producer.ask("copies"), producer.ask("contact")
+    producer.ask("stamp", LEARNING, EACH * 16)
+    for n in range(50):
+        consumer.ask("wipe")
+        consumer.tell("expect", f"{name} {n}", contact, LEARNING, {})
+        assert "error" not in producer.ask("push", f"{name} {n}", LEARNING, EACH * 16)
+        assert "error" not in consumer.hear()
+        assert consumer.ask("holds", LEARNING, EACH * 16, 0)
+        if producer.ask("copies") > before:
+            return
+    raise AssertionError("nothing is copied beside the loop")
+
+
+@pytest.mark.parametrize("learn_by", [learn, learn_to_push])
 def test_large_pulls_and_pushes_are_copied_beside_the_loop(
-    producer: Restartable, consumer: Child
+    producer: Restartable,
+    consumer: Child,
+    learn_by: Callable[[Child, Child, str], None],
 ) -> None:
     """Byte for byte, and nothing is left of them."""
     open_in(producer, "prefill", **SETTINGS)
-    learn(producer, consumer, "learn")
-    learn(producer, consumer, "again")
-    assert consumer.ask("statistics")["unsettled_transfers"] == 0
+    learn_by(producer, consumer, learn_by.__name__)
+    learn_by(producer, consumer, f"{learn_by.__name__} again")
+    for side in (producer, consumer):
+        assert side.ask("statistics")["unsettled_transfers"] == 0
     producer.kill()
 
 
