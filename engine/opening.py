@@ -53,9 +53,9 @@ async def open_engine(
     Leaving it withdraws all offers, fails the pulls under way, drains their
     transfers and says goodbye. If transfers have not settled after the grace, it
     says so, and keeps the agent and the cache's memory for as long as the process
-    lives: ``engine.quarantine`` still tells which blocks. Leave it before the process ends: an agent that
-    is destroyed under a transfer can take down the peer's process (nixl-facts
-    rows 7 and 23).
+    lives: ``engine.quarantine`` still tells which blocks. Leave it before the process
+    ends: an agent that is destroyed under a transfer can take down the peer's process
+    (nixl-facts rows 7 and 23).
 
     Args:
         config: The configuration.
