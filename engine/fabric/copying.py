@@ -235,12 +235,9 @@ class CopyingFabric(Fabric):
     ) -> Transfer:
         """Post with the agent that is known to be the faster one."""
         ours, theirs = self._own(local), self._own(remote)
-        may_copy = (
-            ours.memory
-            == theirs.memory
-            == "DRAM"  # what a device moves needs no thread
-            and len(remote_ids) * theirs.mean_bytes >= self._large_bytes
-        )
+        is_large = len(remote_ids) * theirs.mean_bytes >= self._large_bytes
+        # What a device moves needs no thread.
+        may_copy = is_large and ours.memory == theirs.memory == "DRAM"
         by = (may_copy and self._by_second(ours, theirs)) or _Post(
             self._first, ours.first, theirs.first
         )
