@@ -416,13 +416,15 @@ def _leave_stdout_alone() -> None:
 def _create_agent(
     name: str, backends: Sequence[str], *, progress_thread: bool, copy_threads: int
 ) -> Any:  # noqa: ANN401 - the bindings are untyped
-    # With threads, UCX must lock its workers: NIXL asks it to if the agent may be
-    # called from several, and crashes otherwise.
-    sync_mode = nixl_thread_sync_t.NIXL_THREAD_SYNC_RW if copy_threads else None
-    options = {
-        "num_threads": str(copy_threads),
-        "split_batch_size": str(SPLIT_DESCRIPTORS),
-    }
+    sync_mode, options = None, {}
+    if copy_threads:
+        # UCX must lock its workers then: NIXL asks it to if the agent may be called
+        # from several threads, and crashes otherwise.
+        sync_mode = nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
+        options = {
+            "num_threads": str(copy_threads),
+            "split_batch_size": str(SPLIT_DESCRIPTORS),
+        }
     config = nixl_agent_config(
         enable_prog_thread=progress_thread, backends=[], sync_mode=sync_mode
     )
@@ -430,7 +432,7 @@ def _create_agent(
         agent = nixl_agent(name, config)
         for backend in backends:
             if backend in agent.plugin_list:
-                agent.create_backend(backend, options if copy_threads else {})
+                agent.create_backend(backend, options)
     except Exception as exc:
         raise ConfigError(f"NIXL cannot create an agent: {exc}") from exc
     if missing := [b for b in backends if b not in agent.backends]:

@@ -149,8 +149,12 @@ async def test_o1_an_offer_that_is_over_says_so(autojump_clock) -> None:
             await decode.pull(offers[0].ticket, {GROUP: OURS})
 
 
-async def test_the_same_request_again_is_an_offer_to_come(autojump_clock) -> None:
-    """Of the same blocks under the same id: the ticket's origin tells them apart."""
+@pytest.mark.parametrize("first", [0, 1])
+async def test_the_same_request_again_is_an_offer_to_come(
+    autojump_clock, first
+) -> None:
+    """Of the same blocks under the same id: the ticket's origin tells them apart, also
+    where the rank whose ticket was used has not offered again."""
     world, pools, consumer = World(), sharded(2), Pool(16)
     async with (
         world.joined("p", pools) as prefill,
@@ -159,11 +163,11 @@ async def test_the_same_request_again_is_an_offer_to_come(autojump_clock) -> Non
     ):
         offers = [offered(*each) for each in zip(prefill, pools, strict=True)]
         await decode.pull(offers[0].ticket, {GROUP: OURS})
-        again = offered(prefill[0], pools[0])
+        again = offered(prefill[first], pools[first])
         nursery.start_soon(decode.pull, again.ticket, {GROUP: [8, 9]})
         await trio.sleep(1.0)
         assert again.outcome is None
-        late = offered(prefill[1], pools[1])
+        late = offered(prefill[1 - first], pools[1 - first])
         assert await late.wait() is OfferOutcome.RELEASED
         assert await again.wait() is OfferOutcome.RELEASED
 
@@ -225,24 +229,6 @@ async def test_late_words_are_of_the_offer_that_they_were_for(autojump_clock) ->
         assert [await offer.wait() for offer in again] == [OfferOutcome.RELEASED] * 2
     for pool in readers:
         pool.check(OURS, num_tokens=TOKENS)
-
-
-async def test_the_next_try_may_have_another_rank_s_ticket(autojump_clock) -> None:
-    """The rank whose ticket was used has not offered again: it is not the old one."""
-    world, pools, consumer = World(), sharded(2), Pool(16)
-    async with (
-        world.joined("p", pools) as prefill,
-        world.engine("c", consumer) as decode,
-        trio.open_nursery() as nursery,
-    ):
-        offers = [offered(*each) for each in zip(prefill, pools, strict=True)]
-        await decode.pull(offers[0].ticket, {GROUP: OURS})
-        again = offered(prefill[1], pools[1])
-        nursery.start_soon(decode.pull, again.ticket, {GROUP: [8, 9]})
-        await trio.sleep(1.0)
-        late = offered(prefill[0], pools[0])
-        assert await late.wait() is OfferOutcome.RELEASED
-        assert await again.wait() is OfferOutcome.RELEASED
 
 
 @pytest.mark.parametrize("is_late", [False, True])

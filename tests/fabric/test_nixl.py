@@ -15,15 +15,16 @@ import pytest
 import trio
 from nixl._api import nixl_agent, nixl_agent_config
 
-from kvferry.engine.fabric import Notice
+from kvferry.engine.fabric import Notice, Operation, Progress, nixl
 from kvferry.engine.fabric.copying import CopyingFabric
 from kvferry.engine.fabric.nixl import NixlFabric
-from kvferry.protocol.errors import ConfigError, FerryError, MisuseError
+from kvferry.protocol.errors import ConfigError, FerryError, MisuseError, PeerLost
 from kvferry.protocol.layout import Region
 from tests.fabric.conformance import (
     CHECKS,
     LAST_CHECKS,
     attached_notice_follows_the_bytes,
+    both_sides,
     read_is_byte_exact,
     run,
     write_is_byte_exact,
@@ -178,3 +179,37 @@ def test_stdout_belongs_to_the_application():
     )
     assert done.stdout == b""
     assert b"undefined address" in done.stderr
+
+
+def test_a_post_that_fails_in_one_of_several_threads_is_lost_for_a_while(monkeypatch):
+    """Another thread may be copying still, and NIXL tells no more of it."""
+    name = unique("initiator")
+    threads = LocalRig(NixlFabric(name, copy_threads=2), LocalPeer(new_nixl))
+    plain = LocalRig(new_nixl(unique("initiator")), LocalPeer(new_nixl))
+    now_s = 0.0
+    monkeypatch.setattr(nixl, "perf_counter", lambda: now_s)
+
+    def fail(_handle):
+        raise nixl.bindings.nixlRemoteDisconnectError("gone")
+
+    for rig in (threads, plain):
+        local, remote = both_sides(rig)
+        monkeypatch.setattr(rig.fabric._agent, "transfer", fail)
+        ids = np.zeros(1, np.int32)
+        post = partial(rig.fabric.post, Operation.READ, local, ids, remote, ids)
+        if rig is plain:
+            with pytest.raises(PeerLost, match="gone"):
+                post()
+            continue
+        transfer = post()
+        now_s = nixl.LAST_COPY_S / 2
+        assert rig.fabric.poll(transfer) is Progress.LOST
+        assert isinstance(transfer.cause, PeerLost)
+        with pytest.raises(MisuseError):
+            rig.fabric.release(transfer)
+        now_s = nixl.LAST_COPY_S
+        assert rig.fabric.poll(transfer) is Progress.FAILED
+        rig.fabric.release(transfer)
+    for rig in (threads, plain):
+        assert rig.fabric.counts()["transfers"] == 0
+        rig.close()
