@@ -12,6 +12,7 @@ from kvferry.engine.spans import (
     Placement,
     Side,
     Span,
+    are_inside,
     as_array,
     span_ids,
 )
@@ -78,3 +79,15 @@ def test_units_lie_where_their_tokens_do(context, block, kernel, unit) -> None:
         number = ids[index] * (block // kernel) + at
         expected.append(place // unit * side.kernel_blocks + number)
     assert placement.units(tokens, unit).tolist() == expected
+
+
+@pytest.mark.parametrize("ids", [[], [0], [6], [6, 0]])
+def test_ids_inside_their_pool_are(ids) -> None:
+    """The first and the last block, and none at all."""
+    assert are_inside(np.array(ids, dtype=np.int64), blocks=7)
+
+
+@pytest.mark.parametrize("wrong", [7, -1, ABSENT, 2**62, -(2**63)])
+def test_an_id_outside_its_pool_is_seen(wrong) -> None:
+    """Behind the last block, before the first, or no block."""
+    assert not are_inside(np.array([0, wrong], dtype=np.int64), blocks=7)
