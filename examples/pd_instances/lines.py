@@ -35,8 +35,8 @@ class Line:
         async with self._turn:
             try:
                 await self._stream.send_all(json.dumps(message).encode() + b"\n")
-            except trio.BrokenResourceError:
-                return
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return  # closed: whoever hears has noticed it before us
 
     async def hear(self) -> dict[str, Any] | None:
         """Waits for a message; None when the other side has gone."""
