@@ -42,6 +42,7 @@ from kvferry.engine import (
     tp_shard,
 )
 from kvferry.engine.fabric import Operation
+from kvferry.engine.fabric.aside import AsideFabric
 from kvferry.engine.fabric.copying import CopyingFabric
 from kvferry.engine.fabric.nixl import NixlFabric
 from kvferry.protocol import Contact, ModelIdentity, Ticket
@@ -166,7 +167,7 @@ class TimedFabric(CopyingFabric):
     def __init__(self) -> None:
         name, threads = f"timed-{secrets.token_hex(8)}", EngineConfig.copy_threads
         second = partial(NixlFabric, name, copy_threads=threads)
-        super().__init__(NixlFabric(name), second)
+        super().__init__(AsideFabric(NixlFabric(name)), second)
         self.posted_at: list[float] = []
         self.waves_s: list[float] = []
         self._began: dict[Transfer, float] = {}

@@ -36,6 +36,7 @@ from kvferry.engine.quarantine import Quarantine
 from kvferry.engine.rearrange import Rearranger
 from kvferry.engine.routes import Routes
 from kvferry.engine.services import Services
+from kvferry.engine.sizes import Sizes
 from kvferry.engine.spans import as_array
 from kvferry.engine.staging import Staging
 from kvferry.engine.traffic import Traffic
@@ -120,6 +121,7 @@ class TransferEngine:
             log=log,
         )
         self._traffic = Traffic(config)
+        sizes = Sizes(cache.layout)
         self._trust = Trust(config, wall_clock=wall_clock)
         ours = Credentials(
             key,
@@ -158,6 +160,7 @@ class TransferEngine:
             self._pump,
             nursery,
             instance=self._instance,
+            sizes=sizes,
             trust=self._trust,
             log=log,
         )
@@ -179,6 +182,7 @@ class TransferEngine:
             finish=FinishStage(cache),
             quarantine=self.quarantine,
             destinations=Destinations(cache.layout),
+            sizes=sizes,
             nursery=nursery,
             attempts=itertools.count(),
             log=log,

@@ -369,7 +369,8 @@ class _Landing:
         self._is_hurrying = False
 
     def _register(self) -> None:
-        self._claims.enter_context(self._services.pump.claim(Cadence.OFFERED))
+        size = self._services.sizes.of(self._request.spans)
+        self._claims.enter_context(self._services.pump.claim(Cadence.OFFERED, size))
         spans = {
             name: TicketSpan(
                 plain_ids(span_ids(span, group=name, side="consumer")), span.first_token

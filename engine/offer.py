@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from kvferry.engine.instance import Instance
     from kvferry.engine.link import Link
     from kvferry.engine.pump import Pump
+    from kvferry.engine.sizes import Sizes
     from kvferry.engine.trust import Trust
     from kvferry.protocol.errors import FerryError
     from kvferry.protocol.handshake import Card
@@ -102,6 +103,7 @@ class Offers:
         nursery: trio.Nursery,
         *,
         instance: Instance,
+        sizes: Sizes,
         trust: Trust,
         log: FilteringBoundLogger,
     ) -> None:
@@ -109,6 +111,7 @@ class Offers:
         self._config = config
         self._pump = pump
         self._nursery = nursery
+        self._sizes = sizes
         self._trust = trust
         self._log = log
         self._siblings = Siblings(instance)
@@ -212,7 +215,8 @@ class Offers:
             now=trio.current_time(), lease_s=self._config.lease_s, is_ready=is_ready
         )
         share = Share(hold, offer_id, ticket, machine)
-        share.claims.enter_context(self._pump.claim(Cadence.OFFERED))
+        size = self._sizes.of(ticket.spans)
+        share.claims.enter_context(self._pump.claim(Cadence.OFFERED, size))
         hold.shares.append(share)
         hold.open_shares += 1
         self._open[offer_id] = share

@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -106,7 +107,7 @@ async def open_engine(
                             # the shielded task, and for ever.
                             pump_nursery.start_soon(engine._run_pump, pump_scope)
                             for service in (
-                                fabric.attend,
+                                partial(fabric.attend, engine._pump.wake),
                                 engine._traffic.run,
                                 engine._offers.sweep,
                                 engine._peers.sweep,

@@ -18,7 +18,7 @@ import trio
 
 from kvferry.engine.alarm import Alarm
 from kvferry.engine.budget import SeldomLog
-from kvferry.engine.fabric.base import Progress
+from kvferry.engine.fabric.base import LARGE_BYTES, Progress
 from kvferry.protocol.errors import FerryError, TransferFailed
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class Pump:
         }
         self._idle_s = config.idle_poll_s
         self._claims = dict.fromkeys(Cadence, 0)
+        self._large = 0  # claims
         self._active: dict[Transfer, Callable[[Progress, FerryError | None], None]] = {}
         self._lost: dict[Transfer, Callable[[Progress, FerryError | None], None]] = {}
         self._alarm: Alarm | None = None  # while it runs
@@ -110,18 +111,26 @@ class Pump:
         self._active[transfer] = on_progress
         if not self._look(transfer):
             self._turns.append(transfer)
-            self._wake()
+            self.wake()
 
     @contextmanager
-    def claim(self, cadence: Cadence) -> Iterator[None]:
-        """Look at least this often while inside."""
+    def claim(self, cadence: Cadence, size: int = 0) -> Iterator[None]:
+        """Look at least this often while inside, for about so many bytes."""
         self._claims[cadence] += 1
         if self._claims[cadence] == 1:  # those before this one have woken it
-            self._wake()
+            self.wake()
+        is_large = size >= LARGE_BYTES
+        self._count_large(is_large)
         try:
             yield
         finally:
             self._claims[cadence] -= 1
+            self._count_large(-is_large)
+
+    def _count_large(self, more: int) -> None:
+        before, self._large = self._large, self._large + more
+        if bool(before) != bool(self._large):
+            self._fabric.expect(large=bool(self._large))
 
     async def run(
         self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
@@ -138,7 +147,8 @@ class Pump:
             self._alarm.close()
             self._alarm = None
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Look now."""
         if self._alarm is not None:
             self._alarm.ring()
 
@@ -162,6 +172,8 @@ class Pump:
     def _interval_s(self) -> float:
         if self._is_behind:
             return 0.0  # the next one may have settled as well
+        if self._fabric.drives_itself:
+            return self._idle_s  # it wakes us
         if self._active or self._claims[Cadence.BUSY]:
             return self._intervals_s[Cadence.BUSY]
         if self._claims[Cadence.OFFERED] or self._lost:

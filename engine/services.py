@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvferry.engine.quarantine import Quarantine
     from kvferry.engine.rearrange import Rearranger
     from kvferry.engine.routes import Routes
+    from kvferry.engine.sizes import Sizes
     from kvferry.engine.staging import Staging
     from kvferry.engine.traffic import Traffic
     from kvferry.protocol.identity import EngineKey
@@ -50,6 +51,7 @@ class Services:
     finish: FinishStage
     quarantine: Quarantine
     destinations: Destinations
+    sizes: Sizes
     nursery: trio.Nursery
     attempts: Iterator[int]
     log: FilteringBoundLogger

@@ -27,6 +27,10 @@ BURST_BYTES = 4 * 1024 * 1024
 megabyte takes about a quarter of a millisecond, a post of few bytes some tens of
 microseconds."""
 
+FIRST_BYTES = 4 * 1024 * 1024
+"""From or to a peer at rest, until something of it has settled: a look may take as long
+as all that is in flight, and the first ones are the loop's (`AsideFabric`)."""
+
 
 class Turn(NamedTuple):
     """One wave that wants to be posted.
@@ -141,6 +145,7 @@ class Traffic:
         self._bytes = 0
         self._waves = 0
         self._peer_bytes: Counter[str] = Counter()
+        self._moving: set[str] = set()  # peers at work of which something has settled
         self._waiting_bytes = 0
         self._burst_posts = 0
         self._burst_bytes = 0
@@ -183,13 +188,15 @@ class Traffic:
         self._peer_bytes[peer] -= size
         if not self._peer_bytes[peer]:
             del self._peer_bytes[peer]
-        if not self._waiting_bytes:
-            return
-        for lanes in self._classes.values():
-            for queue in lanes.queues:
-                if peer in queue.lanes:
-                    queue.ready.setdefault(peer)
-        self._serve()
+        self._moving.add(peer)
+        if self._waiting_bytes:
+            for lanes in self._classes.values():
+                for queue in lanes.queues:
+                    if peer in queue.lanes:
+                        queue.ready.setdefault(peer)
+            self._serve()
+        if peer not in self._peer_bytes:
+            self._moving.discard(peer)
 
     def drop(self, lane: Lane) -> list[Turn]:
         """Take back what has not been posted: it never will be."""
@@ -223,7 +230,7 @@ class Traffic:
         for lanes in tuple(self._classes.values()):
             while (queue := lanes.next()) is not None and self._has_room():
                 peer = next(iter(queue.ready))
-                if self._peer_bytes[peer] < self._config.max_peer_bytes_in_flight:
+                if self._peer_bytes[peer] < self._limit(peer):
                     self._post(lanes.take(queue, peer))
                 else:
                     del queue.ready[peer]  # until one of its waves leaves
@@ -236,6 +243,10 @@ class Traffic:
         self._burst_bytes += turn.size
         self._ease(turn.size)
         turn.go(turn)
+
+    def _limit(self, peer: str) -> int:
+        most = self._config.max_peer_bytes_in_flight
+        return most if peer in self._moving else min(FIRST_BYTES, most)
 
     def _has_room(self) -> bool:
         if self._waves and (

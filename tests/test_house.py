@@ -31,7 +31,7 @@ LAYERS = (
     "protocol.__init__",
     # arithmetic
     "engine.addresses",
-    "engine.errors engine.cost engine.config engine.report engine.spans engine.tensors engine.validity",
+    "engine.errors engine.cost engine.config engine.report engine.sizes engine.spans engine.tensors engine.validity",
     "engine.arguments engine.cache engine.coverage engine.runs",
     "engine.sections engine.images engine.selection",
     "engine.plan engine.claims engine.readers engine.party engine.readiness engine.explain engine.trust",

@@ -22,7 +22,7 @@ import enum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvferry.protocol.layout import Memory, Region
 
 __all__ = (
+    "LARGE_BYTES",
     "MAX_NOTICE_BYTES",
     "ROW_COLUMNS",
     "Fabric",
@@ -43,6 +44,9 @@ __all__ = (
 
 MAX_NOTICE_BYTES = 4096
 """Longest notice sent; longer ones that arrive are dropped and counted."""
+
+LARGE_BYTES = 1 << 20
+"""A smaller transfer is over before another thread has begun."""
 
 ROW_COLUMNS = ("address", "run_bytes", "device", "stride_bytes", "count")
 """Columns of a row array: one strided descriptor row per row, uint64.
@@ -109,10 +113,25 @@ class Fabric(abc.ABC):
 
     name: str
 
-    async def attend(self) -> None:  # noqa: B027 - most have nothing to attend to
+    def expect(self, *, large: bool) -> None:  # noqa: B027 - most need not know
+        """Transfers of `LARGE_BYTES` and more, of ours or of peers, are on their way
+        from now on, or no more."""
+
+    @property
+    def drives_itself(self) -> bool:
+        """Whether it goes on without being looked at, for now, and tells of news."""
+        return False
+
+    async def attend(  # noqa: B027 - most have nothing to attend to
+        self, on_news: Callable[[], None]
+    ) -> None:
         """What is to be done beside the loop: runs while the engine does, or ends.
 
         Nothing, by default.
+
+        Args:
+            on_news: Called on the loop when there is something to look at, if it
+                `drives_itself`.
         """
 
     @abc.abstractmethod

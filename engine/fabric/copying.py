@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import structlog
 import trio
 
-from kvferry.engine.fabric.base import Fabric, Notice, Prepared, Progress, Transfer
+from kvferry.engine.fabric.aside import AsideFabric
+from kvferry.engine.fabric.base import (
+    LARGE_BYTES,
+    Fabric,
+    Notice,
+    Prepared,
+    Progress,
+    Transfer,
+)
 from kvferry.protocol.errors import FerryError, MisuseError
 
 if TYPE_CHECKING:
@@ -34,9 +42,6 @@ if TYPE_CHECKING:
     from kvferry.protocol.layout import Memory, Region
 
 __all__ = ("CopyingFabric", "over_nixl")
-
-LARGE_BYTES = 1 << 20
-"""A smaller post is copied before another thread has begun."""
 
 LATE_S = 0.0002
 """A post that leaves the copying to others is back sooner, or not done when it is."""
@@ -151,8 +156,18 @@ class CopyingFabric(Fabric):
         """Whether `attend` has something to do, or has done it."""
         return self._wanted.is_set()
 
-    async def attend(self) -> None:
-        """Make the second agent, as soon as it is wanted."""
+    @property
+    def drives_itself(self) -> bool:
+        """As the first does; the second must be looked at."""
+        return self._first.drives_itself and not self._copied
+
+    async def attend(self, on_news: Callable[[], None]) -> None:
+        """Attend to the first, and make the second as soon as it is wanted."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._first.attend, on_news)
+            nursery.start_soon(self._make_copier)
+
+    async def _make_copier(self) -> None:
         await self._wanted.wait()
         regions = tuple(self._regions)
         try:
@@ -174,6 +189,10 @@ class CopyingFabric(Fabric):
             second.close()
             raise
         return second
+
+    def expect(self, *, large: bool) -> None:
+        """It is the first that must know."""
+        self._first.expect(large=large)
 
     def register(self, regions: Sequence[Region]) -> None:
         """Register memory with both; the second can do without."""
@@ -346,7 +365,7 @@ def over_nixl(
     from kvferry.engine.fabric.nixl import NixlFabric  # noqa: PLC0415
 
     make = partial(NixlFabric, enter_device=enter_device, log=log)
-    first = make(name)
+    first = AsideFabric(make(name), enter_thread=enter_device, log=log)
     if not copy_threads:
         return first
     # By one name: a peer hears notices of both.

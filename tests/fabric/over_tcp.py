@@ -10,13 +10,14 @@ import os
 import traceback
 
 from tests.fabric import conformance
-from tests.fabric.rigs import ChildPeer, Rig, new_nixl, unique
+from tests.fabric.rigs import ChildPeer, Rig, Served, new_nixl, unique
 from tests.processes import Answers, serve
 
 
-def attempt(name: str, *, whole: bool) -> str:
+def attempt(name: str, by: str, *, whole: bool) -> str:
     """Run one check; an empty answer is a success."""
-    rig = Rig(new_nixl(f"{unique('initiator')}-{os.getpid()}"), ChildPeer())
+    make = {"loop": new_nixl, "thread": Served}[by]
+    rig = Rig(make(f"{unique('initiator')}-{os.getpid()}"), ChildPeer())
     try:
         check = getattr(conformance, name)
         if whole:
@@ -36,8 +37,8 @@ def attempt(name: str, *, whole: bool) -> str:
 def main() -> None:
     answers = Answers()
     commands = {
-        "check": lambda name: attempt(name, whole=True),
-        "last_check": lambda name: attempt(name, whole=False),
+        "check": lambda name, by: attempt(name, by, whole=True),
+        "last_check": lambda name, by: attempt(name, by, whole=False),
     }
     answers.send("ready")
     serve(answers, commands)

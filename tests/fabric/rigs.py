@@ -8,12 +8,15 @@ from __future__ import annotations
 import abc
 import hashlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
 import numpy as np
+import trio
 
 from kvferry.engine.fabric import Fabric, MemoryNetwork, Notice
+from kvferry.engine.fabric.aside import AsideFabric
 from kvferry.protocol.layout import Region
 from tests.processes import Child
 
@@ -51,6 +54,30 @@ def new_nixl(name: str) -> Fabric:
     from kvferry.engine.fabric.nixl import NixlFabric  # noqa: PLC0415
 
     return NixlFabric(name)
+
+
+class Served(AsideFabric):
+    """An agent that a thread has from the beginning to the end; its loop is elsewhere."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(new_nixl(name), long_s=-1.0)
+        self.take_notices()  # which takes longer than that
+        self._scope = trio.CancelScope()
+        self._loop = ThreadPoolExecutor(1).submit(trio.run, self._run)
+        while not self.drives_itself:
+            time.sleep(0.001)  # noqa: TID251 - a real thread
+
+    async def _run(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        with self._scope:
+            await self.attend(lambda: None)
+
+    def close(self) -> None:
+        """Take it back before."""
+        if not self._loop.done():
+            trio.from_thread.run_sync(self._scope.cancel, trio_token=self._token)
+            self._loop.result()
+        super().close()
 
 
 class Peer(abc.ABC):

@@ -119,7 +119,7 @@ class World:
 
     async def attend(self) -> None:
         with trio.fail_after(5):
-            await self.fabric.attend()
+            await self.fabric.attend(lambda: None)
 
 
 @pytest.fixture

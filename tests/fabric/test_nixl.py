@@ -29,7 +29,15 @@ from tests.fabric.conformance import (
     run,
     write_is_byte_exact,
 )
-from tests.fabric.rigs import ChildPeer, LocalPeer, LocalRig, Rig, new_nixl, unique
+from tests.fabric.rigs import (
+    ChildPeer,
+    LocalPeer,
+    LocalRig,
+    Rig,
+    Served,
+    new_nixl,
+    unique,
+)
 from tests.processes import Child
 
 OVER_TCP = Path(__file__).with_name("over_tcp.py")
@@ -37,7 +45,8 @@ pytestmark = pytest.mark.nixl
 
 
 @pytest.fixture(
-    scope="session", params=["one_process", "two_processes", "threads", "copying"]
+    scope="session",
+    params=["one_process", "two_processes", "threads", "copying", "aside"],
 )
 def rig(request):
     if request.param == "one_process":
@@ -46,6 +55,8 @@ def rig(request):
         rig = Rig(new_nixl(unique("initiator")), ChildPeer())
     elif request.param == "threads":
         rig = Rig(NixlFabric(unique("initiator"), copy_threads=2), ChildPeer())
+    elif request.param == "aside":
+        rig = Rig(Served(unique("initiator")), ChildPeer())
     else:
         name = unique("initiator")
         second = partial(NixlFabric, name, copy_threads=2)
@@ -54,7 +65,7 @@ def rig(request):
         rig = Rig(fabric, ChildPeer())
         while not rig.fabric.is_wanted:
             write_is_byte_exact(rig)
-        trio.run(rig.fabric.attend)
+        trio.run(rig.fabric.attend, lambda: None)
     yield rig
     if request.param == "copying":
         assert rig.fabric.copies
@@ -75,20 +86,25 @@ def tcp():
         yield child
 
 
+BY = pytest.mark.parametrize("by", ["loop", "thread"])
+
+
+@BY
 @pytest.mark.parametrize(
     "check",
     [read_is_byte_exact, write_is_byte_exact, attached_notice_follows_the_bytes],
     ids=lambda check: check.__name__,
 )
-def test_conformance_over_tcp(check, tcp):
+def test_conformance_over_tcp(check, by, tcp):
     """What may go another way when nothing is copied inside the post."""
-    assert tcp.ask("check", check.__name__) == ""
+    assert tcp.ask("check", check.__name__, by) == ""
 
 
+@BY
 @pytest.mark.parametrize("check", LAST_CHECKS, ids=lambda check: check.__name__)
-def test_conformance_of_endings_over_tcp(check, tcp):
+def test_conformance_of_endings_over_tcp(check, by, tcp):
     """Peers that hang, die, or are forgotten while bytes are in flight."""
-    assert tcp.ask("last_check", check.__name__) == ""
+    assert tcp.ask("last_check", check.__name__, by) == ""
 
 
 def test_a_missing_backend_is_a_configuration_error():

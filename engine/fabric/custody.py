@@ -1,0 +1,254 @@
+"""`Custody`: who has an agent, the loop or a thread.
+
+An agent belongs to one thread at a time. On the loop a call is over as soon as it is
+made; while a thread has the agent, calls are jobs for it, done in order, and between
+them the thread looks at the agent as the pump would.
+
+Only the loop moves the agent: it hands it over once the thread waits for it, sends the
+thread away with the last of its jobs, and takes it back after the thread has gone. So
+each job is done, by the thread that will come to it or by the loop that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
+from queue import Empty, SimpleQueue
+from time import perf_counter, thread_time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import structlog
+import trio
+
+from kvferry.protocol.errors import FerryError
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+__all__ = ("HOME_S", "LONG_S", "Custody")
+
+Job = Callable[[], None]
+T = TypeVar("T")
+
+LONG_S = 0.001
+"""A look that takes longer is a thread's. It is measured by the looking thread's own
+time: what another process takes from a short look is no reason."""
+
+HOME_S = 1.0
+"""Without a long look. A thread costs small transfers half a millisecond each, and the
+first long look after it has gone is the loop's."""
+
+NAP_S = 0.0001
+LONGEST_NAP_S = 0.001
+"""Between two looks: a spinning thread takes the core that the transport needs
+(nixl-facts row 14). Each look that found nothing makes it twice as long."""
+
+IDLE_LOOK_S = 0.00005
+"""A look that moves bytes takes longer."""
+
+LONG_LOOKS = 8
+"""Of one thread: after so many the transport is known for it, and a look may be as long
+as several peers feed it. One comes by chance, when a connection is made."""
+
+WORK_S = 0.0002
+"""Of jobs before the next look: whoever waits for what the first posts have moved waits
+for all of them otherwise."""
+
+
+class Custody:
+    """Who has one agent.
+
+    Attributes:
+        is_aside: A thread has it.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], bool],
+        *,
+        enter_thread: Callable[[], None] | None = None,
+        long_s: float = LONG_S,
+        home_s: float = HOME_S,
+        log: FilteringBoundLogger | None = None,
+    ) -> None:
+        """The loop has it.
+
+        Args:
+            look: The thread's look at the agent; whether the loop should hear of it.
+            enter_thread: Called first in each thread that is to have it.
+            long_s: A look that takes longer wants a thread.
+            home_s: After so long without one the loop has it again.
+            log: Hears what jobs raise.
+        """
+        self.is_aside = False
+        self._look = look
+        self._enter_thread = enter_thread
+        self._long_s = long_s
+        self._home_s = home_s
+        self._log = log or structlog.get_logger("kvferry")
+        self._wanted = trio.Event()
+        self._is_expected = False
+        self._is_known = False  # for long looks
+        self._jobs: SimpleQueue[Job | None] = (
+            SimpleQueue()
+        )  # None sends the thread away
+        self._is_leaving = True  # or there is none
+        self._has_gone: Future[None] = Future()
+
+    # The loop's.
+
+    def do(self, job: Job) -> None:
+        """At once, or as soon as the thread can."""
+        if self.is_aside:
+            self._jobs.put(job)
+        else:
+            job()
+
+    def wait_for(self, job: Callable[[], T]) -> T:
+        """At once, or as soon as the thread can: the loop stands still until then."""
+        if not self.is_aside:
+            return job()
+        answer = Future[T]()
+
+        def run() -> None:
+            try:
+                answer.set_result(job())
+            except Exception as error:  # noqa: BLE001 - it is the caller's
+                answer.set_exception(error)
+
+        self._jobs.put(run)
+        either: tuple[Future[Any], ...] = answer, self._has_gone
+        wait(either, return_when=FIRST_COMPLETED)
+        if not answer.done():
+            self._come_home()
+        return answer.result()
+
+    def note(self, begin: float) -> None:
+        """The loop's look that began then, by `thread_time`, is over."""
+        if thread_time() - begin > self._long_s:
+            self._wanted.set()
+
+    def expect(self, *, large: bool) -> None:
+        """Whether large transfers are on their way, of which looks may be long."""
+        self._is_expected = large
+        if self._is_to_stay and not self.is_aside:
+            self._wanted.set()
+
+    @property
+    def _is_to_stay(self) -> bool:
+        return self._is_expected and self._is_known
+
+    async def attend(self, on_news: Callable[[], None]) -> None:
+        """Give the agent to a thread after a long look; also before one that is to be
+        expected, once there have been some."""
+        while True:
+            if not self._is_to_stay:
+                await self._wanted.wait()
+            self._wanted = trio.Event()
+            try:
+                await self._be_aside(on_news)
+            except Exception as error:  # noqa: BLE001 - no engine ends for want of a thread
+                self._log.warning("looks_stay_in_the_loop", error=repr(error))
+                return
+
+    async def _be_aside(self, on_news: Callable[[], None]) -> None:
+        run_soon = trio.lowlevel.current_trio_token().run_sync_soon
+        soon = partial(partial, run_soon, idempotent=True)
+        self._has_gone = Future()
+        self._is_leaving = False
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._leave_when_cancelled)
+                await trio.to_thread.run_sync(
+                    self._serve,
+                    soon(self._hand_over),
+                    soon(on_news),
+                    soon(self.leave),
+                    limiter=trio.CapacityLimiter(1),  # nobody's work waits for it
+                    thread_name="kvferry transport",
+                )
+                nursery.cancel_scope.cancel()
+        finally:
+            self._come_home()
+            on_news()
+
+    async def _leave_when_cancelled(self) -> None:
+        """A thread does not hear of it by itself."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            self.leave()
+
+    def _hand_over(self) -> None:
+        """The thread is there and waits for its first job."""
+        if not self._is_leaving:
+            self.is_aside = True
+            self._jobs.put(_nothing)
+
+    def leave(self) -> None:
+        """The thread goes when it has done all jobs until here."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            self._jobs.put(None)
+
+    def _come_home(self) -> None:
+        """There is no thread any more: what it has left is done here."""
+        self.is_aside = False
+        while not self._jobs.empty():
+            self._try(self._jobs.get())
+
+    # The thread's.
+
+    def _serve(self, be_handed_it: Job, tell: Job, ask_to_be_sent_away: Job) -> None:
+        """Work and look until sent away."""
+        try:
+            if self._enter_thread is not None:
+                self._enter_thread()
+            be_handed_it()
+            is_staying = self._work(None)
+            home_at = perf_counter() + self._home_s
+            nap_s, long_looks = NAP_S, 0
+            while is_staying:
+                begin = thread_time()
+                has_news = self._look()
+                took_s = thread_time() - begin
+                if took_s > self._long_s:
+                    home_at = perf_counter() + self._home_s
+                    long_looks += 1
+                    self._is_known |= long_looks == LONG_LOOKS
+                elif perf_counter() > home_at and not self._is_to_stay:
+                    ask_to_be_sent_away()
+                if has_news:
+                    tell()
+                is_idle = not has_news and took_s < IDLE_LOOK_S
+                nap_s = min(2 * nap_s, LONGEST_NAP_S) if is_idle else NAP_S
+                is_staying = self._work(0.0 if has_news else nap_s)
+        finally:
+            self._has_gone.set_result(None)
+
+    def _work(self, wait_s: float | None) -> bool:
+        """Do some of what is asked for, or wait so long for it; False: go."""
+        try:
+            job = self._jobs.get(wait_s != 0.0, wait_s)
+            look_at = perf_counter() + WORK_S
+            while job is not None:
+                self._try(job)
+                if perf_counter() > look_at:
+                    return True
+                job = self._jobs.get_nowait()
+        except Empty:
+            return True
+        return False
+
+    def _try(self, job: Job | None) -> None:
+        """What a job raises, its caller does not hear any more."""
+        try:
+            if job is not None:
+                job()
+        except FerryError as error:
+            self._log.warning("refused_aside", error=str(error))
+
+
+def _nothing() -> None:
+    """A job that only wakes the thread."""
