@@ -5,8 +5,8 @@
 - 1,000 pulls of 1 MB begun at once: when the slowest and the median one have finished.
 - A pull of 1 MB among two of 1 GB: its time beyond what it takes alone, in *waves*: the
   median time from the post of a wave of the large ones until it was seen settled.
-- A heartbeat of a millisecond while 1 GB moves: how late it was at worst, against the
-  worst of an idle loop.
+- A heartbeat of a millisecond while 1 GB moves: how late it was at worst, on either
+  side, against the worst of an idle loop.
 - One round of the pump with 1,000 transfers open (tcp alone: on one host a post has
   copied when it returns).
 - A pull of 1 GB that is cancelled on the way: when its blocks are back, in waves.
@@ -27,7 +27,7 @@ import structlog
 import trio
 
 from benchmarks.measure import Bar, Point, Progress, conclude, parser, plot, table
-from benchmarks.sides import GROUP, TRANSPORTS, Pair, Pool, pair, run
+from benchmarks.sides import GROUP, TRANSPORTS, Pair, Pool, heart, pair, run
 from kvferry.engine import FerryError
 from kvferry.engine.fabric import Operation
 from kvferry.engine.pump import Pump
@@ -57,7 +57,9 @@ AMONG_LARGE = Bar(
     "small among large", "its time alone and at most 3 waves of 1 GB pulls", "ms"
 )
 STALL = Bar(
-    "loop stall", "worst while 1 GB moves: at most 5 ms beyond an idle loop's", "ms"
+    "loop stall",
+    "either side's worst while 1 GB moves: at most 5 ms beyond an idle loop's",
+    "ms",
 )
 ROUND = Bar("pump round", "1,000 open transfers: at most 1 ms on the loop", "ms")
 CANCEL = Bar("cancelling", "1 GB, peer alive: blocks back within 3 waves' time", "ms")
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "open": [1, MANY] if options.short else [1, 4, 16, 64, 256, MANY],
         "rounds": 5 if options.short else 9,
     }
-    progress = Progress(len(TRANSPORTS) * (len(plan["open"]) + 5))
+    progress = Progress(len(TRANSPORTS) * (len(plan["open"]) + 6))
     results: list[Result] = []
     for transport, tls in TRANSPORTS.items():
         for result in run(NAME, plan, tls=tls):
@@ -170,7 +172,8 @@ async def measure(plan: dict[str, Any], say: Callable[[Result], None]) -> None:
         await _large(both)
         say(await _many_at_once(both))
         say(await _among_large(both, plan["rounds"]))
-        say(await _stall(both, plan["rounds"]))
+        for stall in await _stalls(both, plan["rounds"]):
+            say(stall)
         say(await _cancelled(both, plan["rounds"]))
 
 
@@ -323,37 +326,29 @@ async def _among_large(both: Pair, rounds: int) -> Result:
     return _timed(AMONG_LARGE, took_s, alone_s + WAVES * wave_s, detail)
 
 
-async def _stall(both: Pair, rounds: int) -> Result:
-    """The worst lateness while a large pull runs, and for as long without one."""
-    idle, busy = [], []
+async def _stalls(both: Pair, rounds: int) -> list[Result]:
+    """The worst lateness of either loop while a large pull runs, and of an idle one."""
+    blocks = list(range(MANY))
+    producer = both.others[0]
+    late_s: dict[str, list[float]] = {"consumer": [], "producer": [], "idle": []}
     for _ in range(rounds):
-        took_s = 0.0
-        async with _heart() as late_s:
-            took_s = await _large(both)
-        busy.append(max(late_s))
-        async with _heart() as late_s:
+        ticket = await both.ticket(blocks, num_tokens=16 * MANY)
+        await producer.ask("beat")
+        async with heart() as beats_s:
+            _, took_s = await both.pull(ticket, blocks)
+        late_s["consumer"].append(max(beats_s))
+        late_s["producer"].append(await producer.ask("worst_beat"))
+        async with heart() as beats_s:
             await trio.sleep(took_s)
-        idle.append(max(late_s))
-    idle_s, busy_s = statistics.median(idle), statistics.median(busy)
-    detail = f"idle {idle_s * 1e3:.1f} ms; worst of all {max(busy) * 1e3:.1f} ms"
-    return _timed(STALL, busy_s, idle_s + 0.005, detail)
-
-
-@asynccontextmanager
-async def _heart() -> AsyncIterator[list[float]]:
-    """How late each beat was, in seconds."""
-    late_s: list[float] = []
-
-    async def beat() -> None:
-        while True:
-            due = trio.current_time() + 0.001
-            await trio.sleep_until(due)
-            late_s.append(trio.current_time() - due)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(beat)
-        yield late_s
-        nursery.cancel_scope.cancel()
+        late_s["idle"].append(max(beats_s))
+    idle_s = statistics.median(late_s["idle"])
+    results = []
+    for side in ("consumer", "producer"):
+        detail = f"{side}, idle {idle_s * 1e3:.1f} ms"
+        detail += f"; worst of all {max(late_s[side]) * 1e3:.1f} ms"
+        busy_s = statistics.median(late_s[side])
+        results.append(_timed(STALL, busy_s, idle_s + 0.005, detail))
+    return results
 
 
 async def _cancelled(both: Pair, rounds: int) -> Result:

@@ -62,6 +62,7 @@ __all__ = (
     "Raw",
     "TimedFabric",
     "engine_over",
+    "heart",
     "pair",
     "run",
     "scattered",
@@ -255,6 +256,23 @@ class Raw:
             nap()
 
 
+@asynccontextmanager
+async def heart() -> AsyncIterator[list[float]]:
+    """A heartbeat of a millisecond on this loop; how late each beat was, in seconds."""
+    late_s = [0.0]
+
+    async def beat() -> None:
+        while True:
+            due = trio.current_time() + 0.001
+            await trio.sleep_until(due)
+            late_s.append(trio.current_time() - due)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(beat)
+        yield late_s
+        nursery.cancel_scope.cancel()
+
+
 def nap() -> None:
     """Let the other core's process have the transport."""
     time.sleep(NAP_S)  # noqa: TID251 - a bare agent has no loop
@@ -405,6 +423,17 @@ class _Producer:
         begin = perf_counter()
         await self._engines[0].push(request, {GROUP: blocks}, num_tokens=num_tokens)
         return perf_counter() - begin
+
+    async def do_beat(self) -> Any:  # noqa: ANN401 - JSON
+        """Begin to measure how late this loop is."""
+        self._heart = AsyncExitStack()
+        self._late_s = await self._heart.enter_async_context(heart())
+        return "beating"
+
+    async def do_worst_beat(self) -> Any:  # noqa: ANN401 - JSON
+        """End that."""
+        await self._heart.aclose()
+        return max(self._late_s)
 
     async def do_cpu(self) -> Any:  # noqa: ANN401 - JSON
         return process_time()
