@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.nixl.engines import POOL, TCP, engine, pull
+from tests.nixl.engines import POOL, TCP, engine, pull, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -217,5 +217,10 @@ def test_a_producer_killed_while_it_is_read_from() -> None:
         assert failed["error"] == "PeerLost"
         assert failed["untrusted"] in ({}, {"full": "[0,32768)"})
         live = consumer.ask("statistics")
-    assert (live["pulls"], live["unsettled_transfers"]) == (0, 0)
-    assert (live["peers"], live["fabric_prepared"]) == (0, 0)
+        assert (live["pulls"], live["unsettled_transfers"]) == (0, 0)
+        # The end of the link may be heard of after the transport has failed.
+        until(
+            consumer,
+            lambda live: (live["peers"], live["fabric_prepared"]) == (0, 0),
+            "statistics",
+        )
