@@ -86,16 +86,18 @@ class FramedStream:
         return payload
 
     async def send(self, payload: bytes, *, limit_bytes: int = MAX_HELLO_BYTES) -> None:
-        """Send one payload.
+        """Send one payload; others have a turn only if the stream does not take it.
 
         Raises:
             PeerLost: The stream has broken.
             MisuseError: The payload is longer than the limit.
         """
-        await self.send_frames(encode_frame(payload, limit_bytes=limit_bytes))
+        frame = encode_frame(payload, limit_bytes=limit_bytes)
+        if rest := frame[self.send_nowait(frame) :]:
+            await self.send_frames(rest)
 
     async def send_frames(self, frames: bytes) -> None:
-        """Send payloads that are encoded already, one after the other.
+        """Send payloads that are encoded already; others have a turn meanwhile.
 
         Raises:
             PeerLost: The stream has broken.
