@@ -243,6 +243,17 @@ async def test_cancelled_from_outside(autojump_clock) -> None:
     assert await ends.theirs.receive_some() == b""
 
 
+async def test_a_link_is_two_tasks(autojump_clock) -> None:
+    """One that reads, and looks whether the peer is there, and one that writes: there
+    are hundreds of links."""
+    async with trio.open_nursery() as nursery:
+        Ends(nursery)
+        await trio.testing.wait_all_tasks_blocked()
+        (link,) = nursery.child_tasks
+        assert [len(inner.child_tasks) for inner in link.child_nurseries] == [1]
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_handshake_message_leaves_before_others_have_a_turn() -> None:
     """There is no round of the loop between what is said and the wait for an answer."""
     ours, theirs = trio.socket.socketpair()
