@@ -39,6 +39,11 @@ POOL = Pool(16, heads=1, head_bytes=64)
 QUIET = {"idle_poll_s": 0.1}
 """So that 64 idle engines leave the two cores to those who shake hands."""
 
+SETTLE_S = 0.5
+"""Until the peers' agents have done what a meeting leaves them with: at their next look
+each has some milliseconds of work on its first one ever, and lets go of who has left.
+With 64 of them that would be in the way of the next, which may be that of one."""
+
 TOGETHER = Bar("handshakes", "64 peers at once: at most 4 x the time of one", "times")
 
 
@@ -113,10 +118,11 @@ async def measure(plan: dict[str, Any], say: Callable[[Result], None]) -> None:
             contacts += await _opened(
                 other, f"peer{n}-", max(plan["peers"]) // processes
             )
-        await _meet(contacts[:1], tensor)
+        await _meet(contacts, tensor)
         times: dict[int, list[_Times]] = {peers: [] for peers in plan["peers"]}
         for _ in range(plan["rounds"]):
             for peers in plan["peers"]:
+                await trio.sleep(SETTLE_S)
                 theirs_s = await _cpu_s(others)
                 engine_s, ours_s, cards = await _meet(contacts[:peers], tensor)
                 theirs_s = await _cpu_s(others) - theirs_s

@@ -86,16 +86,18 @@ class FramedStream:
         return payload
 
     async def send(self, payload: bytes, *, limit_bytes: int = MAX_HELLO_BYTES) -> None:
-        """Send one payload.
+        """Send one payload; others have a turn only if the stream does not take it.
 
         Raises:
             PeerLost: The stream has broken.
             MisuseError: The payload is longer than the limit.
         """
-        await self.send_frames(encode_frame(payload, limit_bytes=limit_bytes))
+        frame = encode_frame(payload, limit_bytes=limit_bytes)
+        if rest := frame[self.send_nowait(frame) :]:
+            await self.send_frames(rest)
 
     async def send_frames(self, frames: bytes) -> None:
-        """Send payloads that are encoded already, one after the other.
+        """Send payloads that are encoded already; others have a turn meanwhile.
 
         Raises:
             PeerLost: The stream has broken.
@@ -270,7 +272,6 @@ class Link:
                 if self._cause is not None:
                     nursery.cancel_scope.cancel()
                 nursery.start_soon(self._write)
-                nursery.start_soon(self._watch)
                 await self._read(deliver)
         finally:
             self._cause = self._cause or PeerLost("cancelled", peer=str(self.peer))
@@ -282,28 +283,40 @@ class Link:
         return self._cause
 
     async def _read(self, deliver: Callable[[LinkMessage], None]) -> None:
+        """Hear the peer, and look every now and then whether it is still there.
+
+        The look interrupts the wait for the next message, so that it costs those that
+        come nothing. A process that was stopped itself first reads what has come
+        meanwhile: whoever has something to read is interrupted at the next wait.
+        """
         try:
-            for number in itertools.count(1):
-                if number % MESSAGES_AT_ONCE == 0:
-                    await trio.lowlevel.checkpoint()  # a flood takes turns, too
-                message = decode_message(
-                    await self._framed.receive(limit_bytes=MAX_LINK_BYTES)
-                )
-                self._heard_at = trio.current_time()
-                match message:
-                    case Goodbye():
-                        self.has_goodbye = True
-                        self.end(PeerLost(f"the peer said goodbye: {message.detail}"))
-                        return
-                    case Ping():
-                        self._say(Pong())
-                    case Pong():
-                        pass
-                    case _:
-                        deliver(message)
+            while self._cause is None:
+                with trio.CancelScope(deadline=self._look()):
+                    await self._hear(deliver)
         except FerryError as error:
             error.peer = str(self.peer)
             self.end(error)
+
+    async def _hear(self, deliver: Callable[[LinkMessage], None]) -> None:
+        """Take messages until the link ends; may be interrupted at any wait."""
+        for number in itertools.count(1):
+            if number % MESSAGES_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()  # a flood takes turns, too
+            message = decode_message(
+                await self._framed.receive(limit_bytes=MAX_LINK_BYTES)
+            )
+            self._heard_at = trio.current_time()
+            match message:
+                case Goodbye():
+                    self.has_goodbye = True
+                    self.end(PeerLost(f"the peer said goodbye: {message.detail}"))
+                    return
+                case Ping():
+                    self._say(Pong())
+                case Pong():
+                    pass
+                case _:
+                    deliver(message)
 
     async def _write(self) -> None:
         try:
@@ -337,20 +350,21 @@ class Link:
         self._queued_bytes -= size + FRAME_COST * len(taken)
         return b"".join(taken)
 
-    async def _watch(self) -> None:
+    def _look(self) -> float:
         """Ask a quiet peer whether it is there; end the link if it stays silent, or
-        takes nothing of what we say."""
-        while (now := trio.current_time()) < self._ends_at():
-            quiet_at = self._heard_at + self._keepalive_s
-            if now >= quiet_at:
-                self._say(Ping())
-                quiet_at = now + self._keepalive_s
-            await trio.sleep_until(min(quiet_at, self._ends_at()))
-            # A process that was stopped itself first reads what has come meanwhile.
-            await trio.lowlevel.checkpoint()
-        is_silent = now >= self._heard_at + self._silence_s
-        what = "nothing was heard of the peer" if is_silent else "the peer read nothing"
-        self.end(PeerLost(f"{what} for {self._silence_s} s", peer=str(self.peer)))
+        takes nothing of what we say. When to look again."""
+        now, ends_at = trio.current_time(), self._ends_at()
+        if now >= ends_at:
+            what = "the peer read nothing"
+            if now >= self._heard_at + self._silence_s:
+                what = "nothing was heard of the peer"
+            self.end(PeerLost(f"{what} for {self._silence_s} s", peer=str(self.peer)))
+            return now
+        quiet_at = self._heard_at + self._keepalive_s
+        if now >= quiet_at:
+            self._say(Ping())
+            quiet_at = now + self._keepalive_s
+        return min(quiet_at, ends_at)
 
     def _ends_at(self) -> float:
         """When it has been heard of for the last time for too long, as of now."""

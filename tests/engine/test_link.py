@@ -20,6 +20,7 @@ from kvferry.engine.link import (
     FramedStream,
     Link,
 )
+from kvferry.engine.streams import TcpStream
 from kvferry.protocol.framing import MAX_LINK_BYTES, encode_frame
 from kvferry.protocol.identity import EngineKey, Rank
 from kvferry.protocol.link import (
@@ -242,6 +243,36 @@ async def test_cancelled_from_outside(autojump_clock) -> None:
     assert await ends.theirs.receive_some() == b""
 
 
+async def test_a_link_is_two_tasks(autojump_clock) -> None:
+    """One that reads, and looks whether the peer is there, and one that writes: there
+    are hundreds of links."""
+    async with trio.open_nursery() as nursery:
+        Ends(nursery)
+        await trio.testing.wait_all_tasks_blocked()
+        (link,) = nursery.child_tasks
+        assert [len(inner.child_tasks) for inner in link.child_nurseries] == [1]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_handshake_message_leaves_before_others_have_a_turn() -> None:
+    """There is no round of the loop between what is said and the wait for an answer."""
+    ours, theirs = trio.socket.socketpair()
+    framed = FramedStream(TcpStream(trio.SocketStream(ours)))
+    turns = []
+
+    async def other() -> None:
+        turns.append(len(os.read(theirs.fileno(), 1 << 20)))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        await framed.send(b"hello")
+        await framed.send(b"again")
+        assert not turns
+    assert turns == [18]
+    await framed.aclose()
+    theirs.close()
+
+
 # Silence.
 
 
@@ -329,7 +360,7 @@ async def test_who_slept_first_reads_what_came_meanwhile(autojump_clock) -> None
         pairs = [socket.socketpair() for _ in range(2)]
         for ours, _theirs in pairs:
             stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
-            links.append(linked(stream))
+            links.append(linked(TcpStream(stream)))
             nursery.start_soon(links[-1].run, heard.append)
         await trio.testing.wait_all_tasks_blocked()
         # Sockets, so that the bytes and the timers show in one and the same look
@@ -543,8 +574,8 @@ async def test_over_a_socket_a_message_leaves_before_the_loop_comes_round() -> N
     """A few one by one; what follows in the same step leaves together, in its order."""
     ours, theirs = trio.socket.socketpair()
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
-    link, bare = linked(trio.SocketStream(ours)), theirs.fileno()
-    heard = FramedStream(trio.SocketStream(theirs))
+    link, bare = linked(TcpStream(trio.SocketStream(ours))), theirs.fileno()
+    heard = FramedStream(TcpStream(trio.SocketStream(theirs)))
 
     def waiting() -> int:
         with socket.socket(fileno=os.dup(bare)) as peeking:
@@ -573,7 +604,7 @@ async def test_over_a_socket_a_message_leaves_before_the_loop_comes_round() -> N
 async def test_what_is_queued_leaves_with_the_next_message() -> None:
     """Or when it is asked for, or when the loop comes round."""
     ours, theirs = trio.socket.socketpair()
-    link, heard = linked(trio.SocketStream(ours)), theirs.fileno()
+    link, heard = linked(TcpStream(trio.SocketStream(ours))), theirs.fileno()
     frame = encode_frame(encode_message(renewed(0)), limit_bytes=MAX_LINK_BYTES)
 
     def arrived() -> int:
