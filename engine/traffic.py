@@ -27,7 +27,7 @@ BURST_BYTES = 4 * 1024 * 1024
 megabyte takes about a quarter of a millisecond, a post of few bytes some tens of
 microseconds."""
 
-FIRST_BYTES = 4 * 1024 * 1024
+FIRST_BYTES = 8 * 1024 * 1024
 """From or to a peer at rest, until something of it has settled: a look may take as long
 as all that is in flight, and the first ones are the loop's (`AsideFabric`)."""
 
