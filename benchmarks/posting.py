@@ -5,7 +5,7 @@ Raw NIXL between two processes, no engine: 256 MB read in bounded waves, a few o
 in flight, by three ways to make the same calls, and by the first one with an agent that
 spreads each post over two threads ("copiers"). Beside the time it takes, a task on
 the loop measures how late it is woken at worst: what everybody else on the loop feels.
-`engine/traffic.py` and `engine/fabric/copying.py` are built on the answer.
+`engine/traffic.py` and `engine/fabric/` are built on the answer.
 
     python -m benchmarks.posting [--short] [--json FILE]
 """
