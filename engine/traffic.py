@@ -241,6 +241,9 @@ class Traffic:
         self._peer_bytes[turn.peer] += turn.size
         self._burst_posts += 1
         self._burst_bytes += turn.size
+        if self._burst_posts >= BURST_POSTS or self._burst_bytes >= BURST_BYTES:
+            # Now, not when somebody waits: who comes after that look finds room.
+            self._spent.set()
         self._ease(turn.size)
         turn.go(turn)
 
@@ -254,10 +257,7 @@ class Traffic:
             or self._bytes >= self._config.max_bytes_in_flight
         ):
             return False
-        if self._burst_posts >= BURST_POSTS or self._burst_bytes >= BURST_BYTES:
-            self._spent.set()
-            return False
-        return True
+        return not self._spent.is_set()
 
     def _ease(self, size: int) -> None:
         self._waiting_bytes -= size

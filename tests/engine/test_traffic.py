@@ -73,6 +73,16 @@ async def test_requests_take_turns(autojump_clock, running) -> None:
     assert [w for n, w in road.posted if n == "large"] == list(range(5))
 
 
+async def test_a_burst_that_has_ended_delays_nobody(autojump_clock, running) -> None:
+    """Its last post was long ago: who asks now is served in his own step."""
+    road = running()
+    for name in ("first", "second"):
+        road.ask(name, Lane(), 0, size=BURST_BYTES)
+        assert road.posted[-1] == (name, 0)
+        road.traffic.leave("p", BURST_BYTES)
+        await trio.testing.wait_all_tasks_blocked()
+
+
 async def test_the_more_urgent_goes_first(autojump_clock, running) -> None:
     """Among those that wait; what is in flight is not called back."""
     road = running(max_waves_in_flight=1)
