@@ -97,9 +97,9 @@ class DescriptorIds:
         grids: Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = (),
     ) -> None:
         self._grids = grids
-        self._ends = list(
-            accumulate(rows.size * units.size for rows, units in grids)
-        ) or [0]
+        # Lists: what a generator costs, a small request pays a dozen times.
+        sizes = [rows.size * units.size for rows, units in grids]
+        self._ends = list(accumulate(sizes)) or [0]
 
     @property
     def size(self) -> int:
@@ -166,7 +166,7 @@ class SectionSelection:
     @cached_property
     def bytes(self) -> int:
         """How many bytes they move."""
-        return sum(run * count for run, count in self.stretches)
+        return sum([run * count for run, count in self.stretches])
 
     @cached_property
     def shortest_run(self) -> int:
@@ -324,35 +324,48 @@ class Selection(Generic[KeyT]):
 
     Attributes:
         peers: By remote rank; ranks that this request reads nothing from are left out.
-        untrusted: Per group the tokens (for a state: list positions) whose local
-            bytes change, until the request is confirmed. Groups that get nothing
-            are left out.
+        written: Of each part of a group, the tokens (for a state: list positions)
+            whose local bytes change.
         tails: What to zero after the confirmation; due even if nothing moves.
     """
 
     peers: Mapping[KeyT, tuple[SectionSelection, ...]]
-    untrusted: Mapping[str, Ranges]
+    written: Sequence[tuple[str, tuple[int, int]]]
     tails: tuple[Tail, ...]
+
+    @property
+    def untrusted(self) -> dict[str, Ranges]:
+        """Per group what is written, of no worth until the request is confirmed.
+
+        Groups that get nothing are left out.
+        """
+        found: dict[str, list[tuple[int, int]]] = {}
+        for group, tokens in self.written:
+            found.setdefault(group, []).append(tokens)
+        return {group: Ranges.of(pairs) for group, pairs in found.items()}
 
     @property
     def bytes(self) -> int:
         """Bytes to move, of all peers."""
-        return sum(part.bytes for parts in self.peers.values() for part in parts)
+        return sum([part.bytes for parts in self.peers.values() for part in parts])
 
     @property
     def bulk_bytes(self) -> int:
         """How many of them land in bulk."""
         return sum(
-            part.bytes
-            for parts in self.peers.values()
-            for part in parts
-            if isinstance(part, BulkSelection)
+            [
+                part.bytes
+                for parts in self.peers.values()
+                for part in parts
+                if isinstance(part, BulkSelection)
+            ]
         )
 
     @property
     def descriptors(self) -> int:
         """Descriptors of all peers."""
-        return sum(part.descriptors for parts in self.peers.values() for part in parts)
+        parts = [part for parts in self.peers.values() for part in parts]
+        return sum([part.descriptors for part in parts])
 
     @property
     def shortest_run(self) -> int:
@@ -363,7 +376,7 @@ class Selection(Generic[KeyT]):
     @property
     def zeroed_slots(self) -> int:
         """Token slots to zero, of all attention groups."""
-        return sum(tail.slots for tail in self.tails)
+        return sum([tail.slots for tail in self.tails])
 
 
 class _Units(NamedTuple):
@@ -427,7 +440,7 @@ class Selector:
                 if parts:
                     found[key] = parts
             self._check_partition()
-        return Selection(found, self._untrusted(), tails)
+        return Selection(found, self._written(), tails)
 
     def _sections(self, sections: Sequence[Section]) -> Iterator[SectionSelection]:
         for index, section in enumerate(sections):
@@ -574,7 +587,8 @@ class Selector:
             # Ranks with other units than these have rounded elsewhere.
             if len(shares[same]) == key.remote.context.size:
                 context = key.local.context
-                first, last = self._wanted(key)
+                units = self._units[key]
+                first, last = units.tokens if units else self._wanted(key)
                 wanted = context.own_before(last) - context.own_before(first)
                 given = sum(shares[same].values())
                 if given != max(wanted, 0):
@@ -582,20 +596,20 @@ class Selector:
                         f"group {key.group!r}: {given} tokens planned, {wanted} wanted"
                     )
 
-    def _untrusted(self) -> dict[str, Ranges]:
-        found: dict[str, list[tuple[int, int]]] = {}
-        for key, units in self._units.items():
-            if units is not None:
-                found.setdefault(key.group, []).append(units.tokens)
-        return {group: Ranges.of(pairs) for group, pairs in found.items()}
+    def _written(self) -> list[tuple[str, tuple[int, int]]]:
+        return [
+            (key.group, units.tokens)
+            for key, units in self._units.items()
+            if units is not None
+        ]
 
 
 def _spans_of(
     spans: Mapping[str, Span], groups: Mapping[str, GroupLayout], side: str
 ) -> dict[str, tuple[Span, Ids]]:
-    missing = [name for name in groups if name not in spans]
-    if missing:
-        raise UnknownBlock(f"group {missing[0]!r}: no {side} blocks were given")
+    if not groups.keys() <= spans.keys():
+        missing = next(name for name in groups if name not in spans)
+        raise UnknownBlock(f"group {missing!r}: no {side} blocks were given")
     return {
         name: (spans[name], span_ids(spans[name], group=name, side=side))
         for name in groups

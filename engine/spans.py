@@ -68,7 +68,7 @@ def span_ids(span: Span, *, group: str, side: str) -> Ids:
     """
     given = span.block_ids
     if isinstance(given, np.ndarray) and given.dtype is INT64 and given.ndim == 1:
-        return np.asarray(given, dtype=np.int64)  # itself, most often `as_array`'s
+        return given  # type: ignore[return-value] # as it says; most often `as_array`'s
     if isinstance(given, list | tuple) and given and not isinstance(given[0], bool):
         # As schedulers have them, at a third of what numpy takes to find out.
         try:
@@ -117,7 +117,8 @@ def plain_ids(ids: Ids) -> tuple[int | None, ...]:
 def are_inside(ids: Ids, *, blocks: int) -> bool:
     """Whether every id is inside its pool, and none absent."""
     # One look for both ends: without its sign a negative id is above all others.
-    return not ids.size or bool(np.maximum.reduce(ids.view(np.uint64)) < blocks)
+    # As an int of Python, which numpy's takes long to be compared with.
+    return not ids.size or int(np.maximum.reduce(ids.view(np.uint64))) < blocks
 
 
 def check_ids(ids: Ids, *, blocks: int, group: str, side: str) -> bool:
@@ -240,7 +241,7 @@ class Placement(NamedTuple):
 
     Attributes:
         ids: Logical ids, `ABSENT` for none; inside the pool.
-        first_token: Absolute.
+        first_token, end_token: Absolute; what the span holds is in between.
         origin: Blocks of this side before the first of them.
         is_full: None of them is absent.
         group, name: The group and ``local`` or ``remote``, for messages.
@@ -249,6 +250,7 @@ class Placement(NamedTuple):
     side: Side
     ids: Ids
     first_token: int
+    end_token: int
     origin: int
     is_full: bool
     group: str
@@ -273,7 +275,8 @@ class Placement(NamedTuple):
                 f" {rule}"
             )
         origin = first // grain if grain else 0
-        return cls(side, ids, first, origin, is_full, group, name)
+        end = first + ids.size * grain
+        return cls(side, ids, first, end, origin, is_full, group, name)
 
     def check_reach(self, first: int, last: int) -> None:
         """Refuse tokens far beyond the span before anything is made for each of them.
@@ -284,9 +287,8 @@ class Placement(NamedTuple):
         Raises:
             UnknownBlock: ``last`` is more than a block behind the span.
         """
-        end = self.first_token + self.ids.size * self.side.span_grain
-        if last - end > self.side.span_grain:
-            self._refuse(first, last, max(first, end))
+        if last > self.end_token and last - self.end_token > self.side.span_grain:
+            self._refuse(first, last, max(first, self.end_token))
 
     def units(self, tokens: range | Ids, unit_tokens: int) -> Ids:
         """Row place and kernel block of the units that begin at ``tokens``.
@@ -362,10 +364,9 @@ class Placement(NamedTuple):
             )
 
     def _refuse(self, first: int, last: int, missing: int) -> None:
-        end = self.first_token + self.ids.size * self.side.span_grain
         raise UnknownBlock(
             f"group {self.group!r}: tokens [{first}, {last}) and"
             f" what shares their units are needed, but the {self.name} span of"
-            f" {self.ids.size} blocks holds [{self.first_token}, {end}); token"
-            f" {missing} is not in it"
+            f" {self.ids.size} blocks holds [{self.first_token}, {self.end_token});"
+            f" token {missing} is not in it"
         )

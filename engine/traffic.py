@@ -125,11 +125,15 @@ class _Class:
                 return self.queues[which]
         return None
 
+    def begin_turn(self, lane: Lane) -> None:
+        """Let a lane have its turn; the next is of the other kind, if it can be."""
+        self._turn = not lane.has_begun
+        lane.has_begun = True
+
     def take(self, queue: _Queue, peer: str) -> Turn:
         """The next wave for the peer; its lane goes to the end."""
         lane = queue.take(peer)
-        self._turn = not lane.has_begun
-        lane.has_begun = True
+        self.begin_turn(lane)
         turn = lane.waiting.popleft()
         if lane.waiting:
             self.add(lane)
@@ -175,6 +179,12 @@ class Traffic:
 
     def ask(self, lane: Lane, turn: Turn) -> None:
         """Post a wave, now or when it is its turn."""
+        if not self._waiting_bytes and self._has_room() and self._takes(turn.peer):
+            # As mostly: nobody waits for anything.
+            self._class(lane.priority).begin_turn(lane)
+            self._waiting_bytes += turn.size
+            self._post(turn)
+            return
         lane.waiting.append(turn)
         if len(lane.waiting) == 1:
             self._class(lane.priority).add(lane)
@@ -230,7 +240,7 @@ class Traffic:
         for lanes in tuple(self._classes.values()):
             while (queue := lanes.next()) is not None and self._has_room():
                 peer = next(iter(queue.ready))
-                if self._peer_bytes[peer] < self._limit(peer):
+                if self._takes(peer):
                     self._post(lanes.take(queue, peer))
                 else:
                     del queue.ready[peer]  # until one of its waves leaves
@@ -247,10 +257,6 @@ class Traffic:
         self._ease(turn.size)
         turn.go(turn)
 
-    def _limit(self, peer: str) -> int:
-        most = self._config.max_peer_bytes_in_flight
-        return most if peer in self._moving else min(FIRST_BYTES, most)
-
     def _has_room(self) -> bool:
         if self._waves and (
             self._waves >= self._config.max_waves_in_flight
@@ -258,6 +264,12 @@ class Traffic:
         ):
             return False
         return not self._spent.is_set()
+
+    def _takes(self, peer: str) -> bool:
+        """Whether not too much is in flight from or to a peer."""
+        most = self._config.max_peer_bytes_in_flight
+        limit = most if peer in self._moving else min(FIRST_BYTES, most)
+        return self._peer_bytes[peer] < limit
 
     def _ease(self, size: int) -> None:
         self._waiting_bytes -= size
