@@ -44,7 +44,7 @@ class Aside:
         self._on_failure = on_failure
         self._log = log
         self._scopes: dict[trio.CancelScope, None] = {}
-        self._idle = trio.Event()
+        self._idle: trio.Event | None = None  # while its end is waited for
 
     def start(self, call: Callable[[], Awaitable[None]]) -> None:
         """Run a task beside the request."""
@@ -69,4 +69,5 @@ class Aside:
                 await guarded(call, on_failure=self._on_failure, log=self._log)
         finally:
             self._scopes.pop(scope, None)
-            self._idle.set()
+            if self._idle is not None:
+                self._idle.set()

@@ -86,7 +86,7 @@ class Driver(Generic[StateT]):
         self._log = log
         self._inbox: deque[Event] = deque()
         self._is_stepping = False
-        self._changed = trio.Event()
+        self._changed: trio.Event | None = None  # while its task waits
         self._now = trio.lowlevel.current_clock().current_time  # asked at each step
         self._due_at = self._deadline()
         self._waits_until = float("inf")
@@ -113,6 +113,8 @@ class Driver(Generic[StateT]):
             contained(self._work_off, on_failure=self._give_up, log=self._log)
         finally:
             self._is_stepping = False
+        if self._changed is None:
+            return
         if self.is_over or self._due_at < self._waits_until:
             self._changed.set()
 
