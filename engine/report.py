@@ -27,10 +27,9 @@ class TransferReport:
         descriptors: Runs that they came in.
         waves: Bounded posts that the runs were posted in.
         zeroed_tokens: Token slots that the finish stage zeroed, summed over groups.
-        phases_s: Seconds spent in each state that the pull was in (``connecting``;
-            ``planned`` and ``queued`` if it had to wait there; ``reading``,
-            ``confirming``, ``finishing``), and of ``connecting`` the part that planned,
-            as ``plan``.
+        phases_s: Seconds spent in each state of the pull (``connecting``,
+            ``planned``, ``queued``, ``reading``, ``confirming``, ``finishing``), and of
+            ``connecting`` the part that planned, as ``plan``.
         skipped_groups: Groups that the configuration left out.
     """
 
