@@ -54,8 +54,8 @@ class CostModel:
     byte_s: float = 0.15e-9
     descriptor_s: float = 2.5e-6
     copied_byte_s: float = 0.3e-9
-    copied_run_s: float = 10e-9
-    operation_s: float = 40e-6
+    copied_run_s: float = 4e-9
+    operation_s: float = 20e-6
 
     def read_s(self, size: int, descriptors: int) -> float:
         """Seconds to read so many bytes in so many runs."""

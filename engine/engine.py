@@ -178,7 +178,7 @@ class TransferEngine:
             peers=self._peers,
             routes=self._routes,
             staging=self._staging,
-            rearranger=Rearranger(cache.storages()),
+            rearranger=Rearranger(cache.storages(), nursery),
             finish=FinishStage(cache),
             quarantine=self.quarantine,
             destinations=Destinations(cache.layout),

@@ -89,7 +89,7 @@ class Choice(NamedTuple):
     bulk: Estimate | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BulkSection:
     """Images of one length that go to one device.
 

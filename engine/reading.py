@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from kvferry.engine.fabric.base import Operation
 from kvferry.engine.flight import Flights
-from kvferry.engine.guard import guarded
 from kvferry.engine.selection import BulkSelection
 from kvferry.engine.waves import Waves
 from kvferry.protocol.errors import FerryInternalError
@@ -138,30 +137,23 @@ class Reading:
         if not isinstance(selected, BulkSelection):
             return selected.local_ids[wave.slice]
         cell = self._held_berth().enter(number)
+        self._services.rearranger.expect(wave.bytes)
         images = selected.remote_ids[wave.slice]
         return self._services.staging.ids(selected.section, cell, images)
 
     def _landed(self, number: int) -> None:
-        if self._is_wanted():
-            self._services.nursery.start_soon(self._rearrange, number)
+        _, selected, wave = self.waves[number]
+        if self._is_wanted() and isinstance(selected, BulkSelection):
+            cell = self._held_berth().of(number)
+            self._services.rearranger.put(
+                selected,
+                wave,
+                self._services.staging.cell(selected.section, cell),
+                on_end=partial(self._flights.settle, number),
+                log=self._log,
+            )
         else:
             self._flights.settle(number)
-
-    async def _rearrange(self, number: int) -> None:
-        """In the engine's nursery: until it ends, the wave may touch our blocks."""
-        await guarded(
-            partial(self._put_in_place, number),
-            on_failure=partial(self._flights.settle, number),
-            log=self._log,
-        )
-
-    async def _put_in_place(self, number: int) -> None:
-        _, selected, wave = self.waves[number]
-        if isinstance(selected, BulkSelection):
-            cell = self._held_berth().of(number)
-            landed = self._services.staging.cell(selected.section, cell)
-            await self._services.rearranger.run(selected, wave, landed)
-        self._flights.settle(number)
 
     def _settled(self, number: int, cause: FerryError | None) -> None:
         if self._berth is not None:

@@ -8,23 +8,33 @@ copy writes the same bytes that direct runs would, and no others.
 from __future__ import annotations
 
 import itertools
-import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import trio
 
 from kvferry.engine.finish import EVENT_POLL_S
+from kvferry.engine.guard import contained, guarded
+from kvferry.engine.handover import Handover
+from kvferry.engine.strided import Strided, copy_on
 from kvferry.protocol.errors import FerryInternalError, TransferFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from structlog.typing import FilteringBoundLogger
+
     from kvferry.engine.images import BulkSection, Image
     from kvferry.engine.runs import Loop
     from kvferry.engine.selection import BulkSelection, Piece
+    from kvferry.engine.strided import Copy
+    from kvferry.protocol.errors import FerryError
+
+    _Nests = Sequence[Sequence["_Nest"]]
 
 __all__ = ("Rearranger",)
 
@@ -36,15 +46,6 @@ THREADS = 2
 """So that one goes on while the loop hears of the other's end; more would share one
 memory bus, and take cores from whoever computes."""
 
-# By width, to copy: widest first. No value is looked at, so any type will do.
-_WIDTHS = {
-    16: torch.complex128,
-    8: torch.int64,
-    4: torch.int32,
-    2: torch.int16,
-    1: torch.uint8,
-}
-
 
 class Rearranger:
     """Puts what has landed in bulk in its place.
@@ -53,90 +54,81 @@ class Rearranger:
         storages: The bytes of every allocation of the cache.
     """
 
-    def __init__(self, storages: Sequence[torch.Tensor]) -> None:
+    def __init__(self, storages: Sequence[torch.Tensor], nursery: trio.Nursery) -> None:
         self._storages = storages
+        self._nursery = nursery
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._threads = trio.CapacityLimiter(THREADS)
+        self._nests: WeakKeyDictionary[BulkSection, _Nests] = WeakKeyDictionary()
+        self._beside = Handover(nursery, threads=THREADS)
 
-    async def run(
-        self, selected: BulkSelection, wave: slice, cell: torch.Tensor
+    def expect(self, size: int) -> None:
+        """A wave of so many bytes has been posted."""
+        if size >= THREAD_BYTES:
+            self._beside.expect()
+
+    def put(
+        self,
+        selected: BulkSelection,
+        wave: slice,
+        cell: torch.Tensor,
+        *,
+        on_end: Callable[[FerryError | None], None],
+        log: FilteringBoundLogger,
     ) -> None:
-        """Put a wave that has landed in a cell in place.
+        """Put a wave that has landed in a cell in place, now or soon.
 
-        Returns when the cell may be used again.
-
-        Raises:
-            TransferFailed: Torch could not.
+        Args:
+            selected: What the wave is a slice of.
+            wave: Which slice.
+            cell: Where it has landed.
+            on_end: Told on the loop when the cell may be used again; with the cause,
+                a TransferFailed, if torch could not.
+            log: Bound to the request.
         """
-        copy = partial(self._put, selected, wave, cell)
-        try:
-            if cell.device.type == "cuda":
-                await self._run_cuda(cell.device, copy)
-            elif selected.bytes_of(wave) < THREAD_BYTES:
-                copy()
-            else:
-                await trio.to_thread.run_sync(copy, limiter=self._threads)
-        except RuntimeError as exc:
-            raise TransferFailed(f"could not put landed bytes in place: {exc}") from exc
+        job = _Job(partial(self._put, selected, wave, cell), on_end, log)
+        if cell.device.type == "cuda":
+            self._nursery.start_soon(self._on_device, cell.device, job)
+        elif selected.bytes_of(wave) < THREAD_BYTES:
+            job.make()
+            job.tell()
+        else:
+            self._beside.hand(job.make, job.tell)
 
     def _put(self, selected: BulkSelection, wave: slice, cell: torch.Tensor) -> None:
         """All copies of a wave; only queues them on a GPU."""
+        section, copy = selected.section, copy_on(cell.device)
+        nests = self._nests_of(section)
         for piece in selected.pieces(wave):
-            for copy in self._copies(selected.section, piece, cell):
-                copy.upload(cell.device)
-                copy.apply()
+            for nest in nests[piece.number]:
+                _copy(section, piece, nest, cell, copy)
+
+    def _nests_of(self, section: BulkSection) -> _Nests:
+        """Of each of its images; found once."""
+        nests = self._nests.get(section)
+        if nests is None:
+            nests = [tuple(self._cut(section, image)) for image in section.images]
+            self._nests[section] = nests
+        return nests
+
+    async def _on_device(self, device: torch.device, job: _Job) -> None:
+        await guarded(
+            partial(self._run_cuda, device, job.copy), on_failure=job.fail, log=job.log
+        )
+        job.tell()
 
     async def _run_cuda(self, device: torch.device, copy: Callable[[], None]) -> None:
         """On a stream of its own: like the bytes of a direct read, these wait for
         nothing that a caller has queued."""
-        with torch.cuda.device(device):
+        with _translated(), torch.cuda.device(device):
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 copy()
                 done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 done.record(stream)
-        while not done.query():  # type: ignore[no-untyped-call]  # noqa: ASYNC110 - an event can only be polled
-            await trio.sleep(EVENT_POLL_S)
+            while not done.query():  # type: ignore[no-untyped-call]  # noqa: ASYNC110 - an event can only be polled
+                await trio.sleep(EVENT_POLL_S)
 
-    def _copies(
-        self, section: BulkSection, piece: Piece, cell: torch.Tensor
-    ) -> Iterator[_Copy]:
-        for nest in self._nests(section, piece.image):
-            image = piece.image
-            grain = math.gcd(
-                *(n for i in nest.loops for n in (i.local_stride, i.remote_stride)),
-                *(i.local_stride + i.remote_stride for i in image.places),
-                *(nest.address, nest.offset, image.run_bytes, image.image_bytes),
-                *(nest.storage.data_ptr(), cell.data_ptr()),
-                image.local_stride,
-            )
-            width = next(width for width in _WIDTHS if grain % width == 0)
-            sizes = [i.size for i in nest.loops]
-            local = _strided(
-                nest.storage,
-                nest.address - nest.storage.data_ptr(),
-                (section.key.local.kernel_blocks, image.places[0].size, *sizes),
-                (
-                    image.local_stride,
-                    image.places[0].local_stride,
-                    *(i.local_stride for i in nest.loops),
-                ),
-                (image.run_bytes, width),
-            )
-            landed = _strided(
-                cell,
-                piece.slot * image.image_bytes + nest.offset,
-                (piece.blocks, image.places[1].size, *sizes),
-                (
-                    image.image_bytes,
-                    image.places[1].remote_stride,
-                    *(i.remote_stride for i in nest.loops),
-                ),
-                (image.run_bytes, width),
-            )
-            yield _Copy(local, landed, piece)
-
-    def _nests(self, section: BulkSection, image: Image) -> Iterator[_Nest]:
+    def _cut(self, section: BulkSection, image: Image) -> Iterator[_Nest]:
         """The image's loops, cut where one tensor cannot go: backwards, or from one
         allocation into another (a key and a value tensor)."""
         blocks = section.key.local.kernel_blocks
@@ -169,6 +161,45 @@ class Rearranger:
         return None
 
 
+class _Job:
+    """The copies of a wave, and who is told when they are made."""
+
+    def __init__(
+        self,
+        copy: Callable[[], None],
+        on_end: Callable[[FerryError | None], None],
+        log: FilteringBoundLogger,
+    ) -> None:
+        self.copy = copy
+        self.log = log
+        self._on_end = on_end
+        self._cause: FerryError | None = None
+
+    def make(self) -> None:
+        """Copy, on whatever thread."""
+        contained(self._make, on_failure=self.fail, log=self.log)
+
+    def fail(self, cause: FerryError) -> None:
+        """Not all is in place."""
+        self._cause = cause
+
+    def tell(self) -> None:
+        """Nothing is copied any more."""
+        self._on_end(self._cause)
+
+    def _make(self) -> None:
+        with _translated():
+            self.copy()
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, MemoryError) as exc:
+        raise TransferFailed(f"could not put landed bytes in place: {exc}") from exc
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Nest:
     """Loops that one tensor can go along."""
@@ -179,33 +210,41 @@ class _Nest:
     storage: torch.Tensor
 
 
-class _Copy:
-    """One indexed copy: ``[block, place, loops..., run]`` on both sides."""
-
-    def __init__(self, local: torch.Tensor, landed: torch.Tensor, piece: Piece) -> None:
-        self._local = local
-        self._landed = landed
-        self._piece = piece
-        self._at: list[torch.Tensor] = []
-        self._from: list[torch.Tensor] = []
-
-    def upload(self, device: torch.device) -> None:
-        """Bring the indices to the device."""
-        piece = self._piece
-        self._at = [torch.as_tensor(ids, device=device) for ids in piece.local]
-        if piece.is_whole:
-            shape = (piece.blocks, -1)
-            self._at = [ids.reshape(shape) for ids in self._at]
-        else:
-            self._from = [torch.as_tensor(ids, device=device) for ids in piece.remote]
-
-    def apply(self) -> None:
-        """Copy; only queues it on a GPU."""
-        at, places = self._at, self._local.shape[1]
-        local = self._local.select(1, 0) if places == 1 else self._local
+def _copy(
+    section: BulkSection, piece: Piece, nest: _Nest, cell: torch.Tensor, copy: Copy
+) -> None:
+    """Put what a wave brings of an image in place, as far as one tensor goes."""
+    image = section.images[piece.number]
+    here, there = image.places
+    sizes = tuple(loop.size for loop in nest.loops)
+    landed = Strided(
+        cell,
+        piece.slot * image.image_bytes + nest.offset,
+        (piece.blocks, there.size, *sizes),
+        (
+            image.image_bytes,
+            there.remote_stride,
+            *(loop.remote_stride for loop in nest.loops),
+        ),
+        image.run_bytes,
+    )
+    local = Strided(
+        nest.storage,
+        nest.address - nest.storage.data_ptr(),
+        (section.key.local.kernel_blocks, here.size, *sizes),
+        (
+            image.local_stride,
+            here.local_stride,
+            *(loop.local_stride for loop in nest.loops),
+        ),
+        image.run_bytes,
+    )
+    if piece.is_whole:
         # Gathering what is whole would copy it once more.
-        landed = self._landed[tuple(self._from)] if self._from else self._landed
-        local.index_put_(tuple(at[:1] if places == 1 else at), landed)
+        at, picked = tuple(ids.reshape(piece.blocks, -1) for ids in piece.local), ()
+        copy(local, at, landed, picked)
+    else:
+        copy(local, piece.local, landed, piece.remote)
 
 
 def _corners(loops: Sequence[Loop]) -> Iterator[tuple[int, int]]:
@@ -216,20 +255,3 @@ def _corners(loops: Sequence[Loop]) -> Iterator[tuple[int, int]]:
             sum(n * i.local_stride for n, i in pairs),
             sum(n * i.remote_stride for n, i in pairs),
         )
-
-
-def _strided(
-    flat: torch.Tensor,
-    offset: int,
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    run: tuple[int, int],
-) -> torch.Tensor:
-    """A view of bytes, all numbers in bytes; a run is its length and the elements' width."""
-    length, width = run
-    elements = flat[: flat.numel() // width * width].view(_WIDTHS[width])
-    return elements.as_strided(
-        (*sizes, length // width),
-        (*(stride // width for stride in strides), 1),
-        elements.storage_offset() + offset // width,
-    )

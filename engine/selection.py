@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvferry.engine.images import BulkSection, Image
+    from kvferry.engine.images import BulkSection
     from kvferry.engine.sections import PeerPlan, Section, Stratum, StratumKey
     from kvferry.protocol.layout import GroupLayout
 
@@ -239,7 +239,7 @@ class Piece(NamedTuple):
     """What a wave brings of one image of a bulk section: some blocks, all their units.
 
     Attributes:
-        image: Which image.
+        number: Which of the section's images.
         slot: Of the first block, counted from the wave's first.
         blocks: How many blocks.
         local: Kernel block and place here of each unit, ``[U]`` each.
@@ -247,7 +247,7 @@ class Piece(NamedTuple):
         is_whole: Every place of every block is wanted, in order.
     """
 
-    image: Image
+    number: int
     slot: int
     blocks: int
     local: tuple[Ids, Ids]
@@ -308,7 +308,7 @@ class BulkSelection(SectionSelection):
             units = slice(self.firsts[first], self.firsts[last])
             count = units.stop - units.start
             yield Piece(
-                self.section.images[number],
+                number,
                 at - wave.start,
                 last - first,
                 (self.local[0][units], self.local[1][units]),

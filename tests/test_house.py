@@ -37,7 +37,7 @@ LAYERS = (
     "engine.plan engine.claims engine.readers engine.party engine.readiness engine.explain engine.trust",
     # hands
     "engine.budget",
-    "engine.fabric engine.streams engine.tls engine.quarantine engine.guard engine.alarm",
+    "engine.fabric engine.streams engine.tls engine.quarantine engine.guard engine.alarm engine.handover engine.strided",
     # motion
     "engine.pump engine.traffic engine.waves engine.finish engine.staging engine.rearrange",
     "engine.agents engine.flight engine.drive engine.after engine.aside engine.intake engine.destinations",
@@ -85,6 +85,7 @@ THIRD_PARTY = {
     "engine.staging": {"trio", "torch", "numpy"},
     "engine.testing": {"trio"},
     "engine.rearrange": {"trio", "torch"},
+    "engine.strided": {"torch", "numpy"},
     "engine": {"trio", "structlog", "msgspec", "numpy"},
 }
 TYPES = {"trio", "structlog", "numpy", "torch"}
@@ -257,6 +258,7 @@ BY_REASON = {
     ("engine.cache", "data_ptr"): "of our own tensors, to describe them",
     ("engine.rearrange", "data_ptr"): "of our own tensors, to find them again",
     ("engine.staging", "data_ptr"): "of its own buffer",
+    ("engine.strided", "data_ptr"): "of our own tensors, for what it is a multiple of",
     ("engine.explain.__main__", "Path"): "a command for people, on files they name",
 }
 

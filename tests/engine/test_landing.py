@@ -26,6 +26,7 @@ from kvferry.engine.cost import CostModel, LandingPolicy
 from kvferry.engine.fabric import MemoryNetwork, MemoryStreams
 from kvferry.engine.plan import prepare_plan
 from kvferry.engine.staging import Berth, Staging
+from kvferry.engine.strided import copy_with_torch
 from kvferry.protocol.errors import MisuseError
 from tests.crossing import cross
 from tests.kit import GROUP, IDENTITY, Pool, World, agent
@@ -392,6 +393,33 @@ def test_what_is_long_is_put_in_place_beside_the_loop(monkeypatch) -> None:
         assert in_loop
         assert set(in_loop) == {found}
         in_loop.clear()
+
+
+def test_torch_puts_the_same_in_place(monkeypatch) -> None:
+    """What copies on a device copies the same bytes as what does on the host."""
+    monkeypatch.setattr(rearrange, "copy_on", lambda _: copy_with_torch)
+    wrong, report = cross_in_memory(RICH, **BULK)
+    assert wrong == []
+    assert report.bulk_bytes > 0
+
+
+async def test_what_a_copy_goes_along_is_found_once(
+    autojump_clock, monkeypatch
+) -> None:
+    """For each image of a plan, however many waves and pulls there are."""
+    cut, found = rearrange.Rearranger._cut, []
+
+    def noted(self: Any, section: Any, image: Any) -> Any:
+        found.append(image)
+        return cut(self, section, image)
+
+    monkeypatch.setattr(rearrange.Rearranger, "_cut", noted)
+    pools = (Pool(32), Pool(32))
+    async with World().pair(*pools, **two_berths()) as (prefill, decode):
+        for number in range(3):
+            await pull_and_check(prefill, decode, pools, number)
+    assert found
+    assert len(found) == len(set(found))
 
 
 async def test_a_failing_copy_fails_the_pull(autojump_clock, monkeypatch) -> None:
