@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from kvferry.engine import Span
+from kvferry.engine import AttentionGroup, KVCache, PagedTensor, Span, tp_shard
 from kvferry.engine.sizes import Sizes
 from kvferry.protocol.ticket import TicketSpan
 from tests.kit import GROUP, STATE, Pool
@@ -31,3 +32,14 @@ def test_groups_are_added_up_and_unknown_ones_count_nothing():
     assert block != slot
     spans = {GROUP: Span([1, 2]), STATE: Span([0]), "elsewhere": Span([7])}
     assert sizes.of(spans) == 2 * block + slot
+
+
+def test_a_tensor_of_all_layers_is_counted_once():
+    """Each layer's blocks are as far apart as those of all of them are long."""
+    tensor = torch.zeros((6, 3, 2, 2, 4, 5))
+    layers = {
+        f"layers.{n}": PagedTensor(tensor[:, n], "b k h n d", tp_shard(2, 0, 1))
+        for n in range(3)
+    }
+    cache = KVCache([AttentionGroup(GROUP, block_size=4, layers=layers)])
+    assert Sizes(cache.layout).of({GROUP: Span([0, 1])}) == tensor[:2].nbytes
