@@ -41,7 +41,7 @@ REFUSALS = [
 
 
 class Agent(Fabric):
-    """Notes who asks for what; two at once are a failure of the test.
+    """Notes who asks for what; whoever does not have it, or two at once, fail the test.
 
     Attributes:
         calls: What was asked for, by whom; looks are not.
@@ -60,6 +60,7 @@ class Agent(Fabric):
         self.arriving: deque[Notice] = deque()
         self.errors: dict[str, Exception] = {}
         self.violations: list[str] = []
+        self.fabric: AsideFabric | None = None
         self._busy = threading.Lock()
         self._loop = threading.get_ident()
 
@@ -70,6 +71,8 @@ class Agent(Fabric):
             raise AssertionError(f"{what} while another call is under way")
         try:
             who = LOOP if threading.get_ident() == self._loop else THREAD
+            if self.fabric is not None and self.fabric.drives_itself != (who == THREAD):
+                self.violations.append(f"{what} by the {who}")
             if what not in {"poll", "take_notices"}:
                 self.calls.append((what, who))
             if what in self.errors:
@@ -165,6 +168,7 @@ class Place:
         self.fabric = AsideFabric(
             self.agent, long_s=NEVER, home_s=NEVER, log=self.world.logger()
         )
+        self.agent.fabric = self.fabric
         self.news = 0
         self.fabric.register([REGION])
         self.fabric.connect(b"peer")

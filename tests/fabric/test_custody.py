@@ -26,7 +26,7 @@ class Guarded:
     """A custody whose looks are the test's, one at a time or without end.
 
     Attributes:
-        looks: How many have begun.
+        looks, threads: How many have begun.
         done: The jobs, with who did them, in the order in which they were.
         news: How often the loop was told of some.
     """
@@ -35,12 +35,12 @@ class Guarded:
         self.world = World()
         self.custody = Custody(
             self._look,
-            enter_thread=enter_thread,
+            enter_thread=partial(self._enter, enter_thread or (lambda: None)),
             long_s=long_s,
             home_s=home_s,
             log=self.world.logger(),
         )
-        self.looks = 0
+        self.looks = self.threads = self._gone = 0
         self.done: list[tuple[object, str]] = []
         self.news = 0
         self.has_news = False
@@ -49,6 +49,10 @@ class Guarded:
         self._gate = threading.Lock()
         self._is_held = threading.Event()
         self._loop = threading.get_ident()
+
+    def _enter(self, enter_thread) -> None:
+        self.threads += 1
+        enter_thread()
 
     def _look(self) -> bool:
         self.looks += 1
@@ -97,6 +101,13 @@ class Guarded:
 
     async def until_home(self) -> None:
         await self.until(lambda: not self.custody.is_aside)
+        self._gone = self.threads
+
+    async def stays_at_home(self) -> None:
+        """No thread has had it since it came home, and none is on its way."""
+        await trio.testing.wait_all_tasks_blocked()
+        assert self.custody._is_leaving
+        assert self.threads == self._gone
 
     @contextmanager
     def in_a_look(self):
@@ -178,16 +189,14 @@ async def test_a_long_look_of_the_loop_wants_a_thread_and_a_short_one_does_not()
     async with attended(guarded, wanted=False):
         guarded.custody._long_s = NEVER
         guarded.custody.note(0.0)
-        await trio.testing.wait_all_tasks_blocked()
-        assert not guarded.custody.is_aside
+        await guarded.stays_at_home()
         for _ in range(2):
             guarded.custody._long_s = ALWAYS
             guarded.custody.note(0.0)
             await guarded.until_aside()
             guarded.custody.leave()
             await guarded.until_home()
-            await trio.testing.wait_all_tasks_blocked()
-            assert not guarded.custody.is_aside
+            await guarded.stays_at_home()
 
 
 async def test_long_looks_while_the_thread_comes_want_no_second_one():
@@ -207,8 +216,7 @@ async def test_long_looks_while_the_thread_comes_want_no_second_one():
         await guarded.until_aside()
         guarded.custody.leave()
         await guarded.until_home()
-        await trio.testing.wait_all_tasks_blocked()
-        assert not guarded.custody.is_aside
+        await guarded.stays_at_home()
 
 
 async def test_it_comes_home_after_a_while_without_a_long_look():
@@ -244,8 +252,7 @@ async def test_it_is_handed_over_before_large_transfers_once_looks_were_long():
     custody = guarded.custody
     async with attended(guarded, wanted=False):
         custody.expect(large=True)
-        await trio.testing.wait_all_tasks_blocked()
-        assert not custody.is_aside
+        await guarded.stays_at_home()
         custody.expect(large=False)
         custody._long_s = ALWAYS
         custody.note(0.0)
@@ -254,13 +261,12 @@ async def test_it_is_handed_over_before_large_transfers_once_looks_were_long():
         await guarded.until_home()
         custody.expect(large=True)
         await guarded.until_aside()
-        before = guarded.looks
+        before, threads = guarded.looks, guarded.threads
         await guarded.until(lambda: guarded.looks > before + 20)
-        assert custody.is_aside
+        assert guarded.threads == threads
         custody.expect(large=False)
         await guarded.until_home()
-        await trio.testing.wait_all_tasks_blocked()
-        assert not custody.is_aside
+        await guarded.stays_at_home()
 
 
 async def test_fewer_long_looks_say_nothing_of_the_transport():
@@ -276,8 +282,7 @@ async def test_fewer_long_looks_say_nothing_of_the_transport():
     async with attended(guarded):
         await guarded.until_home()
         custody.expect(large=True)
-        await trio.testing.wait_all_tasks_blocked()
-        assert not custody.is_aside
+        await guarded.stays_at_home()
 
 
 async def test_the_loop_hears_of_news_and_only_of_news():
