@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvferry.engine.spans import Span
-    from kvferry.protocol.layout import CacheLayout, GroupLayout
+    from kvferry.protocol.layout import CacheLayout, FieldLayout, GroupLayout
     from kvferry.protocol.ticket import TicketSpan
 
 __all__ = ("Sizes",)
@@ -29,5 +30,12 @@ class Sizes:
 
 
 def _block_bytes(group: GroupLayout) -> int:
-    pool_bytes = sum(abs(field.block_stride) * field.blocks for field in group.fields)
+    # Not by strides: where one tensor holds all layers, each layer's is over all.
+    pool_bytes = sum(field.blocks * _bytes(field) for field in group.fields)
     return pool_bytes // max(group.blocks, 1)
+
+
+def _bytes(field: FieldLayout) -> int:
+    """Of a kernel block, or of a slot."""
+    elements = (prod(axis.size for axis in part.axes) for part in field.parts)
+    return sum(elements) * field.element_bytes

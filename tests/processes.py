@@ -89,6 +89,11 @@ class Child:
         self._process.kill()
         self._process.wait()
 
+    def close(self, *, within_s: float = ANSWER_S) -> int:
+        """Let it end by itself; how it did."""
+        self._process.stdin.close()
+        return self._process.wait(within_s)
+
     def reap(self) -> None:
         """End it, however it is, and close its pipes."""
         if self._process.poll() is None:

@@ -114,6 +114,7 @@ class AsideFabric(Fabric):
         self._rows: set[_Rows] = set()  # not discarded
         self._moves: dict[_Move, None] = {}  # not released, the oldest first
         self._turn = 0
+        self._has_ended = False  # some post, by a job of the thread's
         self._arrived: deque[Notice] = deque()
 
     @property
@@ -168,6 +169,8 @@ class AsideFabric(Fabric):
             prepared.inner = self._inner.prepare(prepared.peer, memory, rows)
         except FerryError as error:
             prepared.error = error
+        except Exception as exc:  # noqa: BLE001 - they are not prepared, for whatever reason
+            prepared.error = FerryInternalError(f"rows are not prepared: {exc!r}")
 
     def discard(self, prepared: Prepared) -> None:
         """Give rows back."""
@@ -221,6 +224,7 @@ class AsideFabric(Fabric):
             move.end(Progress.FAILED, error)
         except Exception as exc:  # noqa: BLE001 - nobody knows what is under way
             move.end(Progress.LOST, FerryInternalError(f"a post failed: {exc!r}"))
+        self._has_ended |= move.inner is None
 
     def poll(self, transfer: Transfer) -> Progress:
         """Look at it, or at what a thread has seen of it."""
@@ -277,18 +281,22 @@ class AsideFabric(Fabric):
 
     def _look(self) -> bool:
         """A thread's look; whether there is something to tell."""
+        has_ended, self._has_ended = self._has_ended, False
         changed = [move for move in self._next() if self._look_at(move)]
         notices = self._inner.take_notices()
         self._arrived.extend(notices)
-        return bool(changed or notices)
+        return bool(has_ended or changed or notices)
 
     def _next(self) -> Sequence[_Move]:
         """Those whose turn it is."""
-        moves = tuple(self._moves)  # at one stroke: the loop adds and takes away
+        # At one stroke, for the loop adds and takes away: a tuple would be made after
+        # its iterator, and a garbage collection, in which others may run, in between.
+        moves = list(self._moves)
         if len(moves) <= LOOKS:
             return moves
-        self._turn = (self._turn + LOOKS) % len(moves)
-        return moves[self._turn : self._turn + LOOKS]
+        first = self._turn % len(moves)
+        self._turn = first + LOOKS
+        return (moves + moves)[first : first + LOOKS]
 
     def _look_at(self, move: _Move) -> bool:
         """Whether something has become of it."""

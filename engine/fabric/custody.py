@@ -79,7 +79,7 @@ class Custody:
             enter_thread: Called first in each thread that is to have it.
             long_s: A look that takes longer wants a thread.
             home_s: After so long without one the loop has it again.
-            log: Hears what jobs raise.
+            log: Hears what jobs raise, and why there is no thread.
         """
         self.is_aside = False
         self._look = look
@@ -90,9 +90,9 @@ class Custody:
         self._wanted = trio.Event()
         self._is_expected = False
         self._is_known = False  # for long looks
-        self._jobs: SimpleQueue[Job | None] = (
-            SimpleQueue()
-        )  # None sends the thread away
+        # None sends the thread away.
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._is_awaited = False  # by the loop, which stands still
         self._is_leaving = True  # or there is none
         self._has_gone: Future[None] = Future()
 
@@ -114,12 +114,14 @@ class Custody:
         def run() -> None:
             try:
                 answer.set_result(job())
-            except Exception as error:  # noqa: BLE001 - it is the caller's
+            except BaseException as error:  # noqa: BLE001 - it is the caller's, who waits
                 answer.set_exception(error)
 
+        self._is_awaited = True
         self._jobs.put(run)
         either: tuple[Future[Any], ...] = answer, self._has_gone
         wait(either, return_when=FIRST_COMPLETED)
+        self._is_awaited = False
         if not answer.done():
             self._come_home()
         return answer.result()
@@ -142,15 +144,18 @@ class Custody:
     async def attend(self, on_news: Callable[[], None]) -> None:
         """Give the agent to a thread after a long look; also before one that is to be
         expected, once there have been some."""
-        while True:
+        has_failed = False
+        while not has_failed:
             if not self._is_to_stay:
                 await self._wanted.wait()
             self._wanted = trio.Event()
             try:
                 await self._be_aside(on_news)
-            except Exception as error:  # noqa: BLE001 - no engine ends for want of a thread
-                self._log.warning("looks_stay_in_the_loop", error=repr(error))
-                return
+            # Also what comes together with a cancellation.
+            except* Exception as errors:  # noqa: BLE001 - no engine ends for want of a thread
+                reasons = [repr(error) for error in errors.exceptions]
+                self._log.warning("looks_stay_in_the_loop", error=", ".join(reasons))
+                has_failed = True
 
     async def _be_aside(self, on_news: Callable[[], None]) -> None:
         run_soon = trio.lowlevel.current_trio_token().run_sync_soon
@@ -184,6 +189,7 @@ class Custody:
         """The thread is there and waits for its first job."""
         if not self._is_leaving:
             self.is_aside = True
+            self._wanted = trio.Event()  # what it wanted until now it has got
             self._jobs.put(_nothing)
 
     def leave(self) -> None:
@@ -228,13 +234,17 @@ class Custody:
             self._has_gone.set_result(None)
 
     def _work(self, wait_s: float | None) -> bool:
-        """Do some of what is asked for, or wait so long for it; False: go."""
+        """Do some of what is asked for, or wait so long for it; False: go.
+
+        All of it while the loop stands still for the last of it: after each few jobs
+        it would wait for another look.
+        """
         try:
             job = self._jobs.get(wait_s != 0.0, wait_s)
             look_at = perf_counter() + WORK_S
             while job is not None:
                 self._try(job)
-                if perf_counter() > look_at:
+                if perf_counter() > look_at and not self._is_awaited:
                     return True
                 job = self._jobs.get_nowait()
         except Empty:
@@ -248,6 +258,8 @@ class Custody:
                 job()
         except FerryError as error:
             self._log.warning("refused_aside", error=str(error))
+        except Exception:  # noqa: BLE001 - a bug, and no reason to leave others undone
+            self._log.exception("internal_error")
 
 
 def _nothing() -> None:

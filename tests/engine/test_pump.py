@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 import trio
@@ -15,6 +17,8 @@ from kvferry.engine.fabric import (
     Progress,
     TransferFault,
 )
+from kvferry.engine.fabric.base import LARGE_BYTES
+from kvferry.engine.fabric.memory import MemoryFabric
 from kvferry.engine.pump import MISSES, Cadence, Pump
 from kvferry.protocol.layout import Region
 from tests.kit import IDENTITY, World
@@ -101,6 +105,59 @@ async def test_a_claim_is_noticed_at_once(autojump_clock) -> None:
         await trio.sleep(0.001)
         with rig.pump.claim(Cadence.BUSY):
             assert await rig.rounds(0.5 * BUSY_S) >= 1
+        nursery.cancel_scope.cancel()
+
+
+class Driven(MemoryFabric):
+    """Drives itself while it is to, and notes what it is to expect."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryNetwork(), "driven")
+        self.is_driven = True
+        self.told: list[bool] = []
+
+    @property
+    def drives_itself(self) -> bool:
+        return self.is_driven
+
+    def expect(self, *, large: bool) -> None:
+        self.told.append(large)
+
+
+async def test_a_fabric_that_drives_itself_is_looked_at_when_there_is_news(
+    autojump_clock,
+) -> None:
+    """And seldom otherwise, whatever is claimed; as ever as soon as it does not."""
+    async with trio.open_nursery() as nursery:
+        rig, fabric = Rig(nursery), Driven()
+        rig.pump._fabric = fabric
+        with rig.pump.claim(Cadence.BUSY):
+            await trio.sleep(0.001)
+            assert await rig.rounds(10) == pytest.approx(10 / IDLE_S, abs=2)
+            for _ in range(5):
+                rig.pump.wake()
+                assert await rig.rounds(0.01 * IDLE_S) == 1
+            fabric.is_driven = False
+            rig.pump.wake()
+            assert await rig.rounds(10) == pytest.approx(10 / BUSY_S, abs=2)
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_fabric_hears_once_when_large_transfers_are_to_be_expected(
+    autojump_clock,
+) -> None:
+    """With the first claim of one, and with the end of the last."""
+    async with trio.open_nursery() as nursery:
+        rig, fabric = Rig(nursery), Driven()
+        rig.pump._fabric, claim = fabric, rig.pump.claim
+        with claim(Cadence.OFFERED, LARGE_BYTES - 1), claim(Cadence.BUSY):
+            assert fabric.told == []
+            with claim(Cadence.OFFERED, LARGE_BYTES), claim(Cadence.BUSY, 1 << 40):
+                assert fabric.told == [True]
+            assert fabric.told == [True, False]
+            with suppress(ValueError), claim(Cadence.OFFERED, LARGE_BYTES):
+                raise ValueError
+        assert fabric.told == [True, False] * 2
         nursery.cancel_scope.cancel()
 
 

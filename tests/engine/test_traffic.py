@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.engine import EngineConfig
-from kvferry.engine.traffic import BURST_BYTES, BURST_POSTS, Lane, Traffic, Turn
+from kvferry.engine.traffic import (
+    BURST_BYTES,
+    BURST_POSTS,
+    FIRST_BYTES,
+    Lane,
+    Traffic,
+    Turn,
+)
 from tests.kit import IDENTITY
 
 if TYPE_CHECKING:
@@ -135,6 +142,46 @@ async def test_no_more_bytes_than_allowed_and_a_large_wave_goes_alone(
     assert road.traffic.bytes_waiting == 100
     road.traffic.leave("p", 50)
     assert road.posted == [("r", 0), ("r", 1)]
+
+
+async def test_a_peer_at_rest_gets_a_first_wave_until_something_of_it_has_settled(
+    autojump_clock, running
+) -> None:
+    """Each peer by itself, and anew whenever nothing of it is in flight."""
+    size = FIRST_BYTES // 2
+    road = running(max_bytes_in_flight=2**40, max_peer_bytes_in_flight=4 * FIRST_BYTES)
+
+    async def posted(peer: str) -> int:
+        await trio.testing.wait_all_tasks_blocked()  # bursts are shorter
+        return [name for name, _ in road.posted].count(peer)
+
+    for wave in range(20):
+        for peer in ("a", "b"):
+            road.ask(peer, Lane(), wave, size, peer)
+    assert await posted("a") == await posted("b") == 2
+    road.traffic.leave("a", size)
+    assert await posted("a") == 1 + 8
+    assert await posted("b") == 2
+    for _ in range(19):
+        road.traffic.leave("a", size)
+        await trio.testing.wait_all_tasks_blocked()
+    assert await posted("a") == 20
+    assert road.traffic.bytes_in_flight == 2 * size  # of the other
+    for wave in range(4):
+        road.ask("a", Lane(), wave, size, "a")
+    assert await posted("a") == 20 + 2
+
+
+@pytest.mark.parametrize(("limit", "size"), [(2**40, 2 * FIRST_BYTES), (1, 1)])
+async def test_a_large_first_wave_goes_alone_and_a_smaller_limit_holds(
+    autojump_clock, running, limit, size
+) -> None:
+    """It would wait for ever otherwise."""
+    road = running(max_bytes_in_flight=2**40, max_peer_bytes_in_flight=limit)
+    for wave in range(2):
+        road.ask("r", Lane(), wave, size)
+    await trio.testing.wait_all_tasks_blocked()
+    assert road.posted == [("r", 0)]
 
 
 async def test_a_burst_is_bounded_and_the_next_begins_behind_all_others(

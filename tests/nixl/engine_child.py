@@ -24,6 +24,7 @@ from kvferry.engine import (
     open_engine,
 )
 from kvferry.engine.fabric.base import Operation
+from kvferry.engine.fabric.custody import HOME_S, Custody
 from kvferry.engine.waves import Waves
 from kvferry.protocol import ModelIdentity, Ticket
 from tests.kit import GROUP, IDENTITY, Pool
@@ -193,9 +194,15 @@ class Told(PushCommands):
                 engine._fabric.post(Operation.READ, ours, ids, theirs, remote_ids)
             )
         in_flight = [t for t in transfers if not engine._fabric.poll(t).is_settled]
-        for transfer in transfers:
-            transfer.handle.release()
-            engine._fabric._first._transfers.discard(transfer)
+        aside = engine._fabric._first
+
+        def release() -> None:
+            for transfer in transfers:
+                transfer.inner.handle.release()
+                aside._inner._transfers.discard(transfer.inner)
+                del aside._moves[transfer]
+
+        aside._custody.wait_for(release)
         return len(in_flight)
 
     # One rank of an instance.
@@ -264,6 +271,27 @@ class Told(PushCommands):
     async def copies(self) -> Any:
         """How many posts were copied by threads beside the loop."""
         return self._engine._fabric.copies
+
+    async def is_aside(self) -> Any:
+        """Whether a thread has the agent."""
+        return self._custody.is_aside
+
+    async def be_aside(self) -> Any:
+        """Give the agent to a thread, and leave it there until `come_home`."""
+        self._custody._home_s = 1e9
+        self._custody._wanted.set()
+        while not self._custody.is_aside:
+            await trio.lowlevel.checkpoint()
+
+    async def come_home(self) -> Any:
+        self._custody._home_s = HOME_S
+        self._custody.leave()
+        while self._custody.is_aside:
+            await trio.lowlevel.checkpoint()
+
+    @property
+    def _custody(self) -> Custody:
+        return self._engine._fabric._first._custody
 
     async def let_pass(self, seconds: float) -> Any:
         """Answer after a while."""
