@@ -21,7 +21,7 @@ from kvferry.engine.flight import Flights
 from kvferry.engine.offer import Offers
 from kvferry.engine.peers import Peer, Peers
 from kvferry.engine.quarantine import Quarantine
-from kvferry.engine.reading import Reading
+from kvferry.engine.rearrange import Rearranger
 from kvferry.protocol.lifecycle.machine import Row
 from kvferry.protocol.lifecycle.offer import (
     ConfirmRead,
@@ -271,10 +271,10 @@ def offers_known_by_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def bulk_done_when_landed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has landed in the staging buffer is never put in its place."""
 
-    async def rearrange(self, number):
-        self._flights.settle(number)
+    def put(self, selected, wave, cell, *, on_end, log):
+        on_end(None)
 
-    monkeypatch.setattr(Reading, "_rearrange", rearrange)
+    monkeypatch.setattr(Rearranger, "put", put)
 
 
 def leases_never_swept(monkeypatch: pytest.MonkeyPatch) -> None:
