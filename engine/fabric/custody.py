@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -90,8 +90,9 @@ class Custody:
         self._wanted = trio.Event()
         self._is_expected = False
         self._is_known = False  # for long looks
-        # None sends the thread away.
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        # None sends the thread away. No `SimpleQueue`: its `get` waits for ever if the
+        # time is over before it has begun to wait (CPython 3.11), as under load it is.
+        self._jobs: Queue[Job | None] = Queue()
         self._is_awaited = False  # by the loop, which stands still
         self._is_leaving = True  # or there is none
         self._has_gone: Future[None] = Future()

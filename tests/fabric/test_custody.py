@@ -12,6 +12,7 @@ import pytest
 import trio
 import trio.testing
 
+from kvferry.engine.fabric import custody
 from kvferry.engine.fabric.custody import LONG_LOOKS, WORK_S, Custody
 from kvferry.protocol.errors import MisuseError, PeerLost
 from tests.kit import World
@@ -412,6 +413,17 @@ async def test_while_the_loop_waits_the_thread_does_not_look():
             guarded.custody.do(take_long)
         guarded.custody.wait_for(lambda: None)
     assert len(looks) == 1
+
+
+def test_no_nap_is_without_end(monkeypatch):
+    """Also one that is over before it begins, as any may be on a busy machine."""
+    monkeypatch.setattr(custody, "WORK_S", -1.0)
+    guarded = Guarded()
+    for n in range(20_000):
+        guarded.custody._jobs.put(partial(guarded.job, n))
+        assert guarded.custody._work(None)
+        assert guarded.custody._work(1e-9)
+    assert len(guarded.done) == 20_000
 
 
 @pytest.mark.parametrize("when", ["enter", "first look", "look", "cancelled"])
