@@ -7,7 +7,7 @@ is told on the loop. Here, as in the fabric, is a place for threads.
 
 from __future__ import annotations
 
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
@@ -44,7 +44,8 @@ class Handover:
         self._nursery = nursery
         self._most = threads
         self._limiter = trio.CapacityLimiter(threads)
-        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        # Not a SimpleQueue, whose `get` may forget its timeout (CPython 3.11).
+        self._calls: Queue[_Call] = Queue()
         self._threads = self._under_way = 0
         self._token = trio.lowlevel.current_trio_token()
 

@@ -4,7 +4,7 @@ Over tcp a look at an agent moves bytes for as long as any peer has some to send
 take: for one peer's 24 MiB some 10 ms, with three readers at once a third of a second.
 So does a post. On the loop everybody else waits meanwhile, on both sides. Where a device
 moves the bytes, or the call that posts (nixl-facts row 2), looks are over at once, and a
-thread would only be a detour. Which it is follows from what has been seen: after a look
+thread would only be a detour. Which it is follows from what has been seen: after looks
 that took long a thread has the agent, until for a while none has (`Custody`).
 
 Meanwhile whatever the transport itself refuses is told later: a post that is refused has

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
+from math import inf
 from queue import Empty, Queue
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,12 +33,13 @@ Job = Callable[[], None]
 T = TypeVar("T")
 
 LONG_S = 0.001
-"""A look that takes longer is a thread's. It is measured by the looking thread's own
+"""Looks that take longer are a thread's. It is measured by the looking thread's own
 time: what another process takes from a short look is no reason."""
 
 HOME_S = 1.0
-"""Without a long look. A thread costs small transfers half a millisecond each, and the
-first long look after it has gone is the loop's."""
+"""Two long looks within it want a thread: one comes by itself when an agent is first
+met. After so long without one the loop has the agent again: a thread costs small
+transfers half a millisecond each."""
 
 NAP_S = 0.0001
 LONGEST_NAP_S = 0.001
@@ -49,7 +51,7 @@ IDLE_LOOK_S = 0.00005
 
 LONG_LOOKS = 8
 """Of one thread: after so many the transport is known for it, and a look may be as long
-as several peers feed it. One comes by chance, when a connection is made."""
+as several peers feed it."""
 
 WORK_S = 0.0002
 """Of jobs before the next look: whoever waits for what the first posts have moved waits
@@ -77,8 +79,9 @@ class Custody:
         Args:
             look: The thread's look at the agent; whether the loop should hear of it.
             enter_thread: Called first in each thread that is to have it.
-            long_s: A look that takes longer wants a thread.
-            home_s: After so long without one the loop has it again.
+            long_s: Two looks that take longer want a thread, one if there have been many.
+            home_s: If they come within this; the loop has it again after so long
+                without one.
             log: Hears what jobs raise, and why there is no thread.
         """
         self.is_aside = False
@@ -90,6 +93,7 @@ class Custody:
         self._wanted = trio.Event()
         self._is_expected = False
         self._is_known = False  # for long looks
+        self._again_by = -inf  # until then another one counts
         # None sends the thread away. No `SimpleQueue`: its `get` waits for ever if the
         # time is over before it has begun to wait (CPython 3.11), as under load it is.
         self._jobs: Queue[Job | None] = Queue()
@@ -129,8 +133,12 @@ class Custody:
 
     def note(self, begin: float) -> None:
         """The loop's look that began then, by `thread_time`, is over."""
-        if thread_time() - begin > self._long_s:
+        if thread_time() - begin <= self._long_s:
+            return
+        now = perf_counter()
+        if self._is_known or now < self._again_by:
             self._wanted.set()
+        self._again_by = now + self._home_s
 
     def expect(self, *, large: bool) -> None:
         """Whether large transfers are on their way, of which looks may be long."""
@@ -143,8 +151,8 @@ class Custody:
         return self._is_expected and self._is_known
 
     async def attend(self, on_news: Callable[[], None]) -> None:
-        """Give the agent to a thread after a long look; also before one that is to be
-        expected, once there have been some."""
+        """Give the agent to a thread after long looks; also before one that is to be
+        expected, once there have been many."""
         has_failed = False
         while not has_failed:
             if not self._is_to_stay:

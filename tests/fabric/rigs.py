@@ -61,7 +61,8 @@ class Served(AsideFabric):
 
     def __init__(self, name: str) -> None:
         super().__init__(new_nixl(name), long_s=-1.0)
-        self.take_notices()  # which takes longer than that
+        for _ in range(2):
+            self.take_notices()  # which takes longer than that
         self._scope = trio.CancelScope()
         self._loop = ThreadPoolExecutor(1).submit(trio.run, self._run)
         while not self.drives_itself:

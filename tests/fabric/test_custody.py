@@ -184,20 +184,34 @@ async def test_the_loop_keeps_it_until_the_thread_waits_for_it():
     ]
 
 
-async def test_a_long_look_of_the_loop_wants_a_thread_and_a_short_one_does_not():
-    """And the next one wants another, after that has gone."""
+async def test_long_looks_of_the_loop_want_a_thread_and_short_ones_do_not():
+    """One may be the first ever; the next wants another, after that has gone."""
     guarded = Guarded()
     async with attended(guarded, wanted=False):
-        guarded.custody._long_s = NEVER
+        for _ in range(3):
+            guarded.custody.note(0.0)
+        await guarded.stays_at_home()
+        guarded.custody._long_s = ALWAYS
         guarded.custody.note(0.0)
         await guarded.stays_at_home()
         for _ in range(2):
-            guarded.custody._long_s = ALWAYS
             guarded.custody.note(0.0)
             await guarded.until_aside()
             guarded.custody.leave()
             await guarded.until_home()
             await guarded.stays_at_home()
+
+
+async def test_long_looks_far_apart_are_chance_unless_there_have_been_many():
+    """Then the transport is known for them."""
+    guarded = Guarded(long_s=ALWAYS, home_s=0.0)
+    async with attended(guarded, wanted=False):
+        for _ in range(3):
+            guarded.custody.note(0.0)
+        await guarded.stays_at_home()
+        guarded.custody._is_known = True
+        guarded.custody.note(0.0)
+        await guarded.until_aside()
 
 
 async def test_long_looks_while_the_thread_comes_want_no_second_one():
@@ -209,7 +223,8 @@ async def test_long_looks_while_the_thread_comes_want_no_second_one():
         assert may_go.wait(DEADLINE_S)
 
     guarded = Guarded(enter_thread=enter, long_s=ALWAYS)
-    guarded.custody.note(0.0)
+    for _ in range(2):
+        guarded.custody.note(0.0)
     async with attended(guarded, wanted=False):
         await guarded.until(entered.is_set)
         guarded.custody.note(0.0)
@@ -256,7 +271,7 @@ async def test_it_is_handed_over_before_large_transfers_once_looks_were_long():
         await guarded.stays_at_home()
         custody.expect(large=False)
         custody._long_s = ALWAYS
-        custody.note(0.0)
+        guarded.want()
         await guarded.until(lambda: guarded.looks > LONG_LOOKS)
         custody._long_s = NEVER
         await guarded.until_home()
