@@ -120,7 +120,7 @@ class TransferEngine:
             hand_over=self._hand_over_notices,
             log=log,
         )
-        self._traffic = Traffic(config)
+        self._traffic = Traffic(config, is_driven=lambda: fabric.drives_itself)
         sizes = Sizes(cache.layout)
         self._trust = Trust(config, wall_clock=wall_clock)
         ours = Credentials(

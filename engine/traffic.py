@@ -29,7 +29,7 @@ microseconds."""
 
 FIRST_BYTES = 8 * 1024 * 1024
 """From or to a peer at rest, until something of it has settled: a look may take as long
-as all that is in flight, and the first ones are the loop's (`AsideFabric`)."""
+as all that is in flight, and the first ones may be the loop's (`AsideFabric`)."""
 
 
 class Turn(NamedTuple):
@@ -143,8 +143,17 @@ class _Class:
 class Traffic:
     """All waves of one engine."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, *, is_driven: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Nothing is in flight.
+
+        Args:
+            config: The bounds.
+            is_driven: Whether the looks at what is posted are not the loop's.
+        """
         self._config = config
+        self._is_driven = is_driven
         self._classes: dict[int, _Class] = {}  # by priority, the most urgent first
         self._bytes = 0
         self._waves = 0
@@ -268,8 +277,8 @@ class Traffic:
     def _takes(self, peer: str) -> bool:
         """Whether not too much is in flight from or to a peer."""
         most = self._config.max_peer_bytes_in_flight
-        limit = most if peer in self._moving else min(FIRST_BYTES, most)
-        return self._peer_bytes[peer] < limit
+        is_first = peer not in self._moving and not self._is_driven()
+        return self._peer_bytes[peer] < (min(FIRST_BYTES, most) if is_first else most)
 
     def _ease(self, size: int) -> None:
         self._waiting_bytes -= size

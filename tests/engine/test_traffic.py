@@ -36,7 +36,8 @@ class Road:
             "max_peer_bytes_in_flight": 1000,
         } | limits
         config = EngineConfig(engine_id="e", identity=IDENTITY, **limits)
-        self.traffic = Traffic(config)
+        self.is_driven = False
+        self.traffic = Traffic(config, is_driven=lambda: self.is_driven)
         self.posted: list[tuple[str, int]] = []
 
     def ask(self, name: str, lane: Lane, wave: int, size: int = 1, peer: str = "p"):
@@ -170,6 +171,18 @@ async def test_a_peer_at_rest_gets_a_first_wave_until_something_of_it_has_settle
     for wave in range(4):
         road.ask("a", Lane(), wave, size, "a")
     assert await posted("a") == 20 + 2
+
+
+async def test_whoever_does_not_look_itself_posts_all_at_once(
+    autojump_clock, running
+) -> None:
+    """The first bytes are few for the sake of the loop's looks alone."""
+    road = running(max_bytes_in_flight=2**40, max_peer_bytes_in_flight=4 * FIRST_BYTES)
+    road.is_driven = True
+    for wave in range(6):
+        road.ask("r", Lane(), wave, FIRST_BYTES)
+    await trio.testing.wait_all_tasks_blocked()
+    assert len(road.posted) == 4
 
 
 @pytest.mark.parametrize(("limit", "size"), [(2**40, 2 * FIRST_BYTES), (1, 1)])
