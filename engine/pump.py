@@ -3,7 +3,8 @@
 It drives the transport's progress for the whole engine (NIXL's own progress
 thread burns a core, nixl-facts row 16): fast while bytes move, slower while
 blocks are on offer (over tcp the target of a read must progress too), slow when
-idle. Nothing else calls `Fabric.poll` or `Fabric.take_notices`.
+idle; and when it is told to, by a fabric that drives itself for a while. Nothing else
+calls `Fabric.poll` or `Fabric.take_notices`.
 """
 
 from __future__ import annotations

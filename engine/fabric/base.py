@@ -11,7 +11,8 @@ What an implementation must keep (the conformance kit in `tests/fabric` checks i
   progress (`Progress.is_settled`). `release`, `disconnect` and `close` are no
   fences (nixl-facts rows 5 to 7).
 - `post` raises only if nothing at all was posted; whatever goes wrong later is
-  told by `poll`.
+  told by `poll`. While a fabric drives itself it may accept what the transport then
+  refuses, rows included: a post of these has FAILED, with what would have been raised.
 - A notice attached to a transfer reaches the peer after the transfer's bytes.
 """
 
@@ -204,7 +205,8 @@ class Fabric(abc.ABC):
 
         Args:
             operation: READ brings remote bytes here, WRITE sends local ones.
-            local, local_ids: Our side; ids are int32, C-contiguous (row 13).
+            local, local_ids: Our side; ids are int32, C-contiguous (row 13), and the
+                fabric's until the transfer has settled.
             remote, remote_ids: The peer's side.
             notice: Delivered to the peer behind the bytes, if not empty.
 
