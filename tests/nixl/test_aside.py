@@ -185,7 +185,9 @@ def test_an_engine_is_closed_aside_with_transfers_under_way(
         parts = begin(giving, reading, f"{closes} closes")
         assert closing.close(within_s=GONE_S) == 0
         if reading is consumer:
-            assert results(consumer, parts).keys() <= {"done", "PeerLost"}
+            # Whether the offers end first, or the link, is a matter of moments.
+            ends = {"done", "OfferWithdrawn", "PeerLost"}
+            assert results(consumer, parts).keys() <= ends
         else:
             outcomes = {producer.ask("outcome", name) for name in parts}
             assert outcomes == {"released"}
