@@ -52,6 +52,7 @@ class Rearranger:
 
     Args:
         storages: The bytes of every allocation of the cache.
+        nursery: The engine's: until a copy ends, it may touch blocks.
     """
 
     def __init__(self, storages: Sequence[torch.Tensor], nursery: trio.Nursery) -> None:
@@ -82,7 +83,7 @@ class Rearranger:
             wave: Which slice.
             cell: Where it has landed.
             on_end: Told on the loop when the cell may be used again; with the cause,
-                a TransferFailed, if torch could not.
+                a TransferFailed, if not all is in place.
             log: Bound to the request.
         """
         job = _Job(partial(self._put, selected, wave, cell), on_end, log)
