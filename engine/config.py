@@ -136,7 +136,7 @@ class EngineConfig:
     staging_bytes: int = 64 * 1024 * 1024
     cost: CostModel = CostModel()  # noqa: RUF009 - frozen
     poll_s: float = 0.0002
-    offered_poll_s: float = 0.00125
+    offered_poll_s: float = 0.002
     idle_poll_s: float = 0.025
     max_links: int = 1024
     max_diallers: int = 64

@@ -51,7 +51,7 @@ from kvferry.protocol.errors import (
     UnknownBlock,
 )
 from kvferry.protocol.handshake import Card
-from kvferry.protocol.link import Spare
+from kvferry.protocol.link import Claim, Spare
 from kvferry.protocol.ticket import Contact, Ticket
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class TransferEngine:
             hand_over=self._hand_over_notices,
             log=log,
         )
-        self._traffic = Traffic(config, is_driven=lambda: fabric.drives_itself)
+        self._traffic = Traffic(config, on_large=self._pump.count_large)
         sizes = Sizes(cache.layout)
         self._trust = Trust(config, wall_clock=wall_clock)
         ours = Credentials(
@@ -792,11 +792,14 @@ class _Links:
         self._offers.on_open(link, card)
         self._pushes.on_open(link, card)
 
-    def on_message(self, link: Link, message: LinkMessage) -> None:
+    def on_message(self, link: Link, message: LinkMessage) -> Awaitable[None] | None:
+        if isinstance(message, Claim):
+            return self._pushes.on_claim(link, message)
         if isinstance(message, Spare):
             self._pass_on(message)
         elif not self._pushes.on_message(link, message):
             self._offers.on_message(link, message)
+        return None
 
     def _pass_on(self, message: Spare) -> None:
         """Tell each rank that is named, ourselves perhaps among them."""

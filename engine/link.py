@@ -27,10 +27,12 @@ from kvferry.protocol.framing import (
 from kvferry.protocol.link import Goodbye, Ping, Pong, decode_message, encode_message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.link import LinkMessage
+
+    Deliver = Callable[[LinkMessage], Awaitable[None] | None]
 
 __all__ = ("GOODBYE_S", "FramedStream", "Link")
 
@@ -257,11 +259,12 @@ class Link:
                 await self._ended.wait()
         self.end(PeerLost("this side closed the link", peer=str(self.peer)))
 
-    async def run(self, deliver: Callable[[LinkMessage], None]) -> FerryError:
+    async def run(self, deliver: Deliver) -> FerryError:
         """Send and receive until the link ends.
 
         Args:
-            deliver: Gets each message in order; a FerryError from it ends the link.
+            deliver: Gets each message in order. What it returns is awaited before the
+                next, and must not be cancelled half way. A FerryError ends the link.
 
         Returns:
             Why it ended.
@@ -282,7 +285,7 @@ class Link:
                 await self._framed.aclose()
         return self._cause
 
-    async def _read(self, deliver: Callable[[LinkMessage], None]) -> None:
+    async def _read(self, deliver: Deliver) -> None:
         """Hear the peer, and look every now and then whether it is still there.
 
         The look interrupts the wait for the next message, so that it costs those that
@@ -297,7 +300,7 @@ class Link:
             error.peer = str(self.peer)
             self.end(error)
 
-    async def _hear(self, deliver: Callable[[LinkMessage], None]) -> None:
+    async def _hear(self, deliver: Deliver) -> None:
         """Take messages until the link ends; may be interrupted at any wait."""
         for number in itertools.count(1):
             if number % MESSAGES_AT_ONCE == 0:
@@ -316,7 +319,9 @@ class Link:
                 case Pong():
                     pass
                 case _:
-                    deliver(message)
+                    if (rest := deliver(message)) is not None:
+                        await rest
+                        await trio.lowlevel.checkpoint_if_cancelled()
 
     async def _write(self) -> None:
         try:

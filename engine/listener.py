@@ -48,8 +48,8 @@ ACCEPT_AGAIN_S = 0.1
 class _HearsOfLinks(Protocol):
     """What hears of open links; its calls never block."""
 
-    def on_message(self, link: Link, message: LinkMessage) -> None:
-        """A message came; a FerryError ends the link."""
+    def on_message(self, link: Link, message: LinkMessage) -> Awaitable[None] | None:
+        """A message came, as for `Link.run`; a FerryError ends the link."""
 
     def on_end(self, link: Link, cause: FerryError) -> None:
         """The link has ended, for whatever reason; nothing follows."""

@@ -421,7 +421,7 @@ class Peers:
             silence_s=self._config.silence_s,
         )
         peer = Peer(key, card, link)
-        peer.agent = self._agents.connect(card.metadata, peer)
+        peer.agent = await self._agents.connect(card.metadata, peer)
         self._peers[key] = peer
         self._log.info("peer_connected", peer=str(key))
         self._nursery.start_soon(self._serve, peer)

@@ -85,7 +85,7 @@ class Pump:
         }
         self._idle_s = config.idle_poll_s
         self._claims = dict.fromkeys(Cadence, 0)
-        self._large = 0  # claims
+        self._large = 0
         self._active: dict[Transfer, Callable[[Progress, FerryError | None], None]] = {}
         self._lost: dict[Transfer, Callable[[Progress, FerryError | None], None]] = {}
         self._alarm: Alarm | None = None  # while it runs
@@ -121,14 +121,15 @@ class Pump:
         if self._claims[cadence] == 1:  # those before this one have woken it
             self.wake()
         is_large = size >= LARGE_BYTES
-        self._count_large(is_large)
+        self.count_large(is_large)
         try:
             yield
         finally:
             self._claims[cadence] -= 1
-            self._count_large(-is_large)
+            self.count_large(-is_large)
 
-    def _count_large(self, more: int) -> None:
+    def count_large(self, more: int) -> None:
+        """So many large transfers more, or fewer, are on their way."""
         before, self._large = self._large, self._large + more
         if bool(before) != bool(self._large):
             self._fabric.expect(large=bool(self._large))

@@ -283,20 +283,30 @@ class Pushes:
         target.lose()
         del self._targets[link.peer]
 
-    def on_message(self, link: Link, message: LinkMessage) -> bool:
-        """Take a message from a consumer; False if it is none of ours.
+    async def on_claim(self, link: Link, claim: Claim) -> None:
+        """A consumer tells which part of its blocks is ours to fill.
 
         Raises:
             ProtocolViolation: It contradicts what came before it.
             PeerUnreachable: The consumer's transport does not answer.
         """
-        if not isinstance(message, Claim | Register | Extend | Landed | Revoke):
+        target = self._target(link)
+        if target is None:
+            self.strays += 1
+        else:
+            await target.add(claim)
+
+    def on_message(self, link: Link, message: LinkMessage) -> bool:
+        """Take a message from a consumer; False if it is none of ours.
+
+        Raises:
+            ProtocolViolation: It contradicts what came before it.
+        """
+        if not isinstance(message, Register | Extend | Landed | Revoke):
             return False
         target = self._target(link)
         if target is None:
             self.strays += 1
-        elif isinstance(message, Claim):
-            target.add(message)
         elif isinstance(message, Register):
             self._register(target, message)
         elif isinstance(message, Revoke):

@@ -234,8 +234,8 @@ class Target:
         self._agent: str | None = None
         self._claims: dict[int, ClaimPlans] = {}
 
-    def add(self, claim: Claim) -> None:
-        """Keep a claim; its agent is connected with the first of them.
+    async def add(self, claim: Claim) -> None:
+        """Keep a claim, one after the other; our agent connects with the first of them.
 
         Raises:
             ProtocolViolation: The number is taken, or there are too many.
@@ -245,7 +245,12 @@ class Target:
             raise ProtocolViolation(f"claim {claim.number} is there already")
         self._make_room()
         if self._agent is None:
-            self._agent = self._writer.agents.connect(self._card.metadata, self)
+            agents = self._writer.agents
+            agent = await agents.connect(self._card.metadata, self)
+            if self.is_gone:
+                agents.let_go(agent, self)
+                return
+            self._agent = agent
         # What is registered was told in the handshake, and nothing else counts.
         regions = self._card.layout.regions
         sheets = tuple(

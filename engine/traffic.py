@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
+from kvferry.engine.fabric.base import LARGE_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,10 +28,6 @@ BURST_BYTES = 4 * 1024 * 1024
 """Posted at once, before everybody else on the loop has had a look: on one host a
 megabyte takes about a quarter of a millisecond, a post of few bytes some tens of
 microseconds."""
-
-FIRST_BYTES = 8 * 1024 * 1024
-"""From or to a peer at rest, until something of it has settled: a look may take as long
-as all that is in flight, and the first ones may be the loop's (`AsideFabric`)."""
 
 
 class Turn(NamedTuple):
@@ -144,21 +142,24 @@ class Traffic:
     """All waves of one engine."""
 
     def __init__(
-        self, config: EngineConfig, *, is_driven: Callable[[], bool] = lambda: False
+        self,
+        config: EngineConfig,
+        *,
+        on_large: Callable[[int], None] = lambda _more: None,
     ) -> None:
         """Nothing is in flight.
 
         Args:
             config: The bounds.
-            is_driven: Whether the looks at what is posted are not the loop's.
+            on_large: Told, before the post, of one wave of `LARGE_BYTES` more in
+                flight, or one less.
         """
         self._config = config
-        self._is_driven = is_driven
+        self._on_large = on_large
         self._classes: dict[int, _Class] = {}  # by priority, the most urgent first
         self._bytes = 0
         self._waves = 0
         self._peer_bytes: Counter[str] = Counter()
-        self._moving: set[str] = set()  # peers at work of which something has settled
         self._waiting_bytes = 0
         self._burst_posts = 0
         self._burst_bytes = 0
@@ -207,15 +208,14 @@ class Traffic:
         self._peer_bytes[peer] -= size
         if not self._peer_bytes[peer]:
             del self._peer_bytes[peer]
-        self._moving.add(peer)
+        if size >= LARGE_BYTES:
+            self._on_large(-1)
         if self._waiting_bytes:
             for lanes in self._classes.values():
                 for queue in lanes.queues:
                     if peer in queue.lanes:
                         queue.ready.setdefault(peer)
             self._serve()
-        if peer not in self._peer_bytes:
-            self._moving.discard(peer)
 
     def drop(self, lane: Lane) -> list[Turn]:
         """Take back what has not been posted: it never will be."""
@@ -264,6 +264,8 @@ class Traffic:
             # Now, not when somebody waits: who comes after that look finds room.
             self._spent.set()
         self._ease(turn.size)
+        if turn.size >= LARGE_BYTES:
+            self._on_large(1)
         turn.go(turn)
 
     def _has_room(self) -> bool:
@@ -276,9 +278,7 @@ class Traffic:
 
     def _takes(self, peer: str) -> bool:
         """Whether not too much is in flight from or to a peer."""
-        most = self._config.max_peer_bytes_in_flight
-        is_first = peer not in self._moving and not self._is_driven()
-        return self._peer_bytes[peer] < (min(FIRST_BYTES, most) if is_first else most)
+        return self._peer_bytes[peer] < self._config.max_peer_bytes_in_flight
 
     def _ease(self, size: int) -> None:
         self._waiting_bytes -= size

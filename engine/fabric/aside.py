@@ -4,8 +4,9 @@ Over tcp a look at an agent moves bytes for as long as any peer has some to send
 take: for one peer's 24 MiB some 10 ms, with three readers at once a third of a second.
 So does a post. On the loop everybody else waits meanwhile, on both sides. Where a device
 moves the bytes, or the call that posts (nixl-facts row 2), looks are over at once, and a
-thread would only be a detour. Which it is follows from what has been seen: after looks
-that took long a thread has the agent, until for a while none has (`Custody`).
+thread would only be a detour. Which it is follows from what has been seen: a thread has
+the agent while large transfers are on their way, unless looks have been short, and after
+long ones (`Custody`).
 
 Meanwhile whatever the transport itself refuses is told later: a post that is refused has
 FAILED, as has one of rows that could not be prepared.
@@ -141,6 +142,12 @@ class AsideFabric(Fabric):
     def connect(self, metadata: bytes) -> str:
         """Make a peer known: holds the loop until a thread's look is over."""
         name = self._custody.wait_for(partial(self._inner.connect, metadata))
+        self._peers.add(name)
+        return name
+
+    async def connect_aside(self, metadata: bytes) -> str:
+        """Make a peer known, after a thread's look if one has it."""
+        name = await self._custody.result_of(partial(self._inner.connect, metadata))
         self._peers.add(name)
         return name
 

@@ -164,6 +164,14 @@ class Fabric(abc.ABC):
             ProtocolViolation: The metadata is not metadata.
         """
 
+    async def connect_aside(self, metadata: bytes) -> str:
+        """As `connect`, and others go on while it has to wait for another call.
+
+        Never cancelled half way: a name that is not wanted any more is the caller's
+        to `disconnect`.
+        """
+        return self.connect(metadata)
+
     @abc.abstractmethod
     def disconnect(self, peer: str) -> None:
         """Forget a peer; unknown names do nothing. No fence: drain first."""

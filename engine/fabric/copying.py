@@ -219,6 +219,12 @@ class CopyingFabric(Fabric):
         self._peers[name] = _Peer(metadata)
         return name
 
+    async def connect_aside(self, metadata: bytes) -> str:
+        """Make a peer known to the first, aside if that is."""
+        name = await self._first.connect_aside(metadata)
+        self._peers[name] = _Peer(metadata)
+        return name
+
     def disconnect(self, peer: str) -> None:
         """Forget a peer."""
         self._first.disconnect(peer)

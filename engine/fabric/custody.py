@@ -1,12 +1,15 @@
 """`Custody`: who has an agent, the loop or a thread.
 
 An agent belongs to one thread at a time. On the loop a call is over as soon as it is
-made; while a thread has the agent, calls are jobs for it, done in order, and between
+made; while the agent is aside, calls are jobs for a thread, done in order, and between
 them the thread looks at the agent as the pump would.
 
 Only the loop moves the agent: it hands it over once the thread waits for it, sends the
 thread away with the last of its jobs, and takes it back after the thread has gone. So
 each job is done, by the thread that will come to it or by the loop that follows.
+
+Whether looks are long is seen, and remembered. Until it is, those at large transfers
+are taken to be: the first may be as long as all that several peers have to send.
 """
 
 from __future__ import annotations
@@ -49,9 +52,9 @@ LONGEST_NAP_S = 0.001
 IDLE_LOOK_S = 0.00005
 """A look that moves bytes takes longer."""
 
-LONG_LOOKS = 8
-"""Of one thread: after so many the transport is known for it, and a look may be as long
-as several peers feed it."""
+TELLING_LOOKS = 8
+"""Of one thread. After so many long ones the transport is known for them, for good;
+after so many in a row that were not, each with news, for the contrary."""
 
 WORK_S = 0.0002
 """Of jobs before the next look: whoever waits for what the first posts have moved waits
@@ -62,7 +65,7 @@ class Custody:
     """Who has one agent.
 
     Attributes:
-        is_aside: A thread has it.
+        is_aside: Calls are jobs for a thread that has it, or is on its way.
     """
 
     def __init__(
@@ -79,7 +82,8 @@ class Custody:
         Args:
             look: The thread's look at the agent; whether the loop should hear of it.
             enter_thread: Called first in each thread that is to have it.
-            long_s: Two looks that take longer want a thread, one if there have been many.
+            long_s: Two looks of the loop's that take longer want a thread, one if there
+                have been many.
             home_s: If they come within this; the loop has it again after so long
                 without one.
             log: Hears what jobs raise, and why there is no thread.
@@ -90,16 +94,18 @@ class Custody:
         self._long_s = long_s
         self._home_s = home_s
         self._log = log or structlog.get_logger("kvferry")
+        self._is_attended = False  # somebody starts threads
         self._wanted = trio.Event()
-        self._is_expected = False
-        self._is_known = False  # for long looks
+        self._is_expected = False  # something large
+        self._are_long: bool | None = None  # looks, as far as is known
         self._again_by = -inf  # until then another one counts
         # None sends the thread away. No `SimpleQueue`: its `get` waits for ever if the
         # time is over before it has begun to wait (CPython 3.11), as under load it is.
         self._jobs: Queue[Job | None] = Queue()
         self._is_awaited = False  # by the loop, which stands still
-        self._is_leaving = True  # or there is none
-        self._has_gone: Future[None] = Future()
+        self._is_leaving = False
+        self._has_it = Future[None]()  # the thread, as long as it is there
+        self._has_gone = Future[None]()
 
     # The loop's.
 
@@ -112,18 +118,12 @@ class Custody:
 
     def wait_for(self, job: Callable[[], T]) -> T:
         """At once, or as soon as the thread can: the loop stands still until then."""
-        if not self.is_aside:
+        if not self._has_it.done():
+            self._work_off()  # what a thread that is on its way would have done before
             return job()
         answer = Future[T]()
-
-        def run() -> None:
-            try:
-                answer.set_result(job())
-            except BaseException as error:  # noqa: BLE001 - it is the caller's, who waits
-                answer.set_exception(error)
-
         self._is_awaited = True
-        self._jobs.put(run)
+        self._jobs.put(partial(_answer, answer, job))
         either: tuple[Future[Any], ...] = answer, self._has_gone
         wait(either, return_when=FIRST_COMPLETED)
         self._is_awaited = False
@@ -131,46 +131,68 @@ class Custody:
             self._come_home()
         return answer.result()
 
+    async def result_of(self, job: Callable[[], T]) -> T:
+        """At once, or as soon as the thread can: others go on until then.
+
+        Cannot be cancelled meanwhile: the caller hears what has become of the job.
+        """
+        if not self.is_aside:
+            return job()
+        answer, told = Future[T](), trio.Event()
+        run_soon = trio.lowlevel.current_trio_token().run_sync_soon
+        answer.add_done_callback(lambda _: run_soon(told.set))
+        self._jobs.put(partial(_answer, answer, job))
+        with trio.CancelScope(shield=True):
+            await told.wait()
+        return answer.result()
+
     def note(self, begin: float) -> None:
         """The loop's look that began then, by `thread_time`, is over."""
         if thread_time() - begin <= self._long_s:
             return
         now = perf_counter()
-        if self._is_known or now < self._again_by:
-            self._wanted.set()
+        if self._are_long or now < self._again_by:
+            self._go_aside()
         self._again_by = now + self._home_s
 
     def expect(self, *, large: bool) -> None:
         """Whether large transfers are on their way, of which looks may be long."""
         self._is_expected = large
-        if self._is_to_stay and not self.is_aside:
-            self._wanted.set()
+        if self._is_to_stay:
+            self._go_aside()
 
     @property
     def _is_to_stay(self) -> bool:
-        return self._is_expected and self._is_known
+        return self._is_expected and self._are_long is not False
+
+    def _go_aside(self) -> None:
+        """Calls are a thread's from now on."""
+        if self._is_attended and not self.is_aside:
+            self.is_aside = True
+            self._is_leaving = False
+            self._wanted.set()
 
     async def attend(self, on_news: Callable[[], None]) -> None:
-        """Give the agent to a thread after long looks; also before one that is to be
-        expected, once there have been many."""
-        has_failed = False
-        while not has_failed:
-            if not self._is_to_stay:
+        """Give the agent to a thread after long looks, and before such as are to be
+        expected."""
+        self._is_attended = True
+        try:
+            while True:
+                if self._is_to_stay:
+                    self._go_aside()
                 await self._wanted.wait()
-            self._wanted = trio.Event()
-            try:
                 await self._be_aside(on_news)
-            # Also what comes together with a cancellation.
-            except* Exception as errors:  # noqa: BLE001 - no engine ends for want of a thread
-                reasons = [repr(error) for error in errors.exceptions]
-                self._log.warning("looks_stay_in_the_loop", error=", ".join(reasons))
-                has_failed = True
+        # Also what comes together with a cancellation.
+        except* Exception as errors:  # noqa: BLE001 - no engine ends for want of a thread
+            reasons = ", ".join(repr(error) for error in errors.exceptions)
+            self._log.warning("looks_stay_in_the_loop", error=reasons)
+        finally:
+            self._is_attended = False
+            self._come_home()
 
     async def _be_aside(self, on_news: Callable[[], None]) -> None:
         run_soon = trio.lowlevel.current_trio_token().run_sync_soon
         soon = partial(partial, run_soon, idempotent=True)
-        self._has_gone = Future()
-        self._is_leaving = False
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._leave_when_cancelled)
@@ -195,23 +217,28 @@ class Custody:
             self.leave()
 
     def _hand_over(self) -> None:
-        """The thread is there and waits for its first job."""
-        if not self._is_leaving:
-            self.is_aside = True
-            self._wanted = trio.Event()  # what it wanted until now it has got
-            self._jobs.put(_nothing)
+        """The thread is there: it may begin."""
+        self._has_it.set_result(None)
 
     def leave(self) -> None:
         """The thread goes when it has done all jobs until here."""
-        if not self._is_leaving:
+        if self.is_aside and not self._is_leaving:
             self._is_leaving = True
             self._jobs.put(None)
 
     def _come_home(self) -> None:
         """There is no thread any more: what it has left is done here."""
         self.is_aside = False
+        self._wanted = trio.Event()
+        self._has_it, self._has_gone = Future(), Future()
+        self._work_off()
+
+    def _work_off(self) -> None:
+        """Do what waits for a thread, none of which is at work."""
         while not self._jobs.empty():
             self._try(self._jobs.get())
+        if self.is_aside and self._is_leaving:
+            self._jobs.put(None)  # it was among them
 
     # The thread's.
 
@@ -221,19 +248,27 @@ class Custody:
             if self._enter_thread is not None:
                 self._enter_thread()
             be_handed_it()
-            is_staying = self._work(None)
-            home_at = perf_counter() + self._home_s
-            nap_s, long_looks = NAP_S, 0
+            self._has_it.result()
+            long_at = perf_counter()
+            nap_s, long_looks, quick_looks = NAP_S, 0, 0
+            is_staying = self._work(0.0)
             while is_staying:
                 begin = thread_time()
                 has_news = self._look()
                 took_s = thread_time() - begin
                 if took_s > self._long_s:
-                    home_at = perf_counter() + self._home_s
-                    long_looks += 1
-                    self._is_known |= long_looks == LONG_LOOKS
-                elif perf_counter() > home_at and not self._is_to_stay:
-                    ask_to_be_sent_away()
+                    long_at = perf_counter()
+                    long_looks, quick_looks = long_looks + 1, 0
+                    if long_looks == TELLING_LOOKS:
+                        self._are_long = True
+                else:
+                    quick_looks += has_news
+                    if quick_looks == TELLING_LOOKS and self._are_long is None:
+                        self._are_long = False
+                        long_at = -inf
+                    is_over = perf_counter() > long_at + self._home_s
+                    if is_over and not self._is_to_stay:
+                        ask_to_be_sent_away()
                 if has_news:
                     tell()
                 is_idle = not has_news and took_s < IDLE_LOOK_S
@@ -242,7 +277,7 @@ class Custody:
         finally:
             self._has_gone.set_result(None)
 
-    def _work(self, wait_s: float | None) -> bool:
+    def _work(self, wait_s: float) -> bool:
         """Do some of what is asked for, or wait so long for it; False: go.
 
         All of it while the loop stands still for the last of it: after each few jobs
@@ -271,5 +306,8 @@ class Custody:
             self._log.exception("internal_error")
 
 
-def _nothing() -> None:
-    """A job that only wakes the thread."""
+def _answer(answer: Future[T], job: Callable[[], T]) -> None:
+    try:
+        answer.set_result(job())
+    except BaseException as error:  # noqa: BLE001 - it is the caller's, who waits
+        answer.set_exception(error)

@@ -97,6 +97,38 @@ async def test_messages_arrive_in_order_both_ways(autojump_clock) -> None:
         nursery.cancel_scope.cancel()
 
 
+async def test_what_takes_a_while_is_waited_for_before_the_next_message(
+    autojump_clock,
+) -> None:
+    """And is not cut short when the link ends meanwhile."""
+    heard, may_end = [], trio.Event()
+
+    async def take_a_while() -> None:
+        with trio.CancelScope(shield=True):
+            await may_end.wait()
+        heard.append("done")
+
+    def hear(message):
+        heard.append(message)
+        return take_a_while() if message != renewed(0) else None
+
+    async with trio.open_nursery() as nursery:
+        ours, theirs = trio.testing.memory_stream_pair()
+        link = linked(ours)
+        nursery.start_soon(link.run, hear)
+        for number in range(3):
+            frame = encode_frame(encode_message(renewed(number)), limit_bytes=999)
+            await theirs.send_all(frame)
+        await trio.testing.wait_all_tasks_blocked()
+        assert heard == [renewed(0), renewed(1)]
+        link.end(PeerLost("enough"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert heard == [renewed(0), renewed(1)]
+        may_end.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert heard == [renewed(0), renewed(1), "done"]
+
+
 async def test_a_peer_that_reads_nothing_ends_the_link(autojump_clock) -> None:
     """The queue is bounded: whoever fills it has lost the peer, at once and for good."""
     async with trio.open_nursery() as nursery:

@@ -305,6 +305,40 @@ async def test_more_blocks_than_the_pool_has_are_refused(autojump_clock) -> None
     assert "registered" in refusal.detail
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_a_consumer_that_is_met_slowly_is_heard_behind_that_or_forgotten(
+    autojump_clock, is_replaced
+) -> None:
+    """Its agent is connected with its first claim; a new link of it ends the old one."""
+    world, source, target = World(), Pool(), Pool()
+    may_connect = trio.Event()
+    async with world.engine("p", source) as prefill:
+        connect = prefill._fabric.connect
+
+        async def connect_slowly(metadata: bytes) -> str:
+            with trio.CancelScope(shield=True):
+                await may_connect.wait()
+            return connect(metadata)
+
+        prefill._fabric.connect_aside = connect_slowly
+        consumer = Consumer(world, target)
+        await consumer.connect(prefill)
+        await consumer.say(claim()(consumer), register())
+        await trio.testing.wait_all_tasks_blocked()
+        assert not prefill._pushes._deliveries
+        if is_replaced:
+            await consumer.connect(prefill)
+            await trio.testing.wait_all_tasks_blocked()
+        may_connect.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert prefill._fabric.counts()["peers"] == (not is_replaced)
+        assert len(prefill._pushes._deliveries) == (not is_replaced)
+        await consumer.leave()
+        await trio.testing.wait_all_tasks_blocked()
+        assert prefill._fabric.counts()["peers"] == 0
+        assert not world.logged("internal_error")
+
+
 async def test_a_claim_number_used_twice_ends_the_link(autojump_clock) -> None:
     """It would change under the feet of whoever was registered with it."""
     heard, world, target, _ = await offending(claim(), claim(), lambda _: register())
@@ -671,7 +705,14 @@ async def linked(
     await consumer.connect(prefill)
     await trio.testing.wait_all_tasks_blocked()
     (link,) = prefill._listener._links
-    return consumer, lambda m: prefill._listener._service.on_message(link, m)
+
+    def say(message: Any) -> None:
+        rest = prefill._listener._service.on_message(link, message)
+        if rest is not None:
+            with pytest.raises(StopIteration):  # it has nothing to wait for
+                rest.__await__().send(None)
+
+    return consumer, say
 
 
 async def test_h1_a_claim_that_fits_nothing_is_planned_for_once(autojump_clock) -> None:

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.engine import EngineConfig
+from kvferry.engine.fabric.base import LARGE_BYTES
 from kvferry.engine.traffic import (
     BURST_BYTES,
     BURST_POSTS,
-    FIRST_BYTES,
     Lane,
     Traffic,
     Turn,
@@ -36,14 +36,19 @@ class Road:
             "max_peer_bytes_in_flight": 1000,
         } | limits
         config = EngineConfig(engine_id="e", identity=IDENTITY, **limits)
-        self.is_driven = False
-        self.traffic = Traffic(config, is_driven=lambda: self.is_driven)
+        self.traffic = Traffic(config, on_large=self._count_large)
+        self.large = 0
+        self.large_at_posts: list[int] = []
         self.posted: list[tuple[str, int]] = []
 
     def ask(self, name: str, lane: Lane, wave: int, size: int = 1, peer: str = "p"):
         self.traffic.ask(lane, Turn(wave, peer, size, partial(self._go, name)))
 
+    def _count_large(self, more: int) -> None:
+        self.large += more
+
     def _go(self, name: str, turn: Turn) -> None:
+        self.large_at_posts.append(self.large)
         self.posted.append((name, turn.wave))
 
 
@@ -145,56 +150,22 @@ async def test_no_more_bytes_than_allowed_and_a_large_wave_goes_alone(
     assert road.posted == [("r", 0), ("r", 1)]
 
 
-async def test_a_peer_at_rest_gets_a_first_wave_until_something_of_it_has_settled(
+async def test_it_tells_of_each_large_wave_in_flight_and_before_its_post(
     autojump_clock, running
 ) -> None:
-    """Each peer by itself, and anew whenever nothing of it is in flight."""
-    size = FIRST_BYTES // 2
-    road = running(max_bytes_in_flight=2**40, max_peer_bytes_in_flight=4 * FIRST_BYTES)
-
-    async def posted(peer: str) -> int:
-        await trio.testing.wait_all_tasks_blocked()  # bursts are shorter
-        return [name for name, _ in road.posted].count(peer)
-
-    for wave in range(20):
-        for peer in ("a", "b"):
-            road.ask(peer, Lane(), wave, size, peer)
-    assert await posted("a") == await posted("b") == 2
-    road.traffic.leave("a", size)
-    assert await posted("a") == 1 + 8
-    assert await posted("b") == 2
-    for _ in range(19):
-        road.traffic.leave("a", size)
+    """Not of small ones, however many, nor of those that wait or are dropped."""
+    bounds = {"max_bytes_in_flight": 2**40, "max_peer_bytes_in_flight": 2**40}
+    road = running(max_waves_in_flight=4, **bounds)
+    lane = Lane()
+    sizes = [LARGE_BYTES, LARGE_BYTES - 1, 2 * LARGE_BYTES] * 2
+    for wave, size in enumerate(sizes):
+        road.ask("r", lane, wave, size)
         await trio.testing.wait_all_tasks_blocked()
-    assert await posted("a") == 20
-    assert road.traffic.bytes_in_flight == 2 * size  # of the other
-    for wave in range(4):
-        road.ask("a", Lane(), wave, size, "a")
-    assert await posted("a") == 20 + 2
-
-
-async def test_whoever_does_not_look_itself_posts_all_at_once(
-    autojump_clock, running
-) -> None:
-    """The first bytes are few for the sake of the loop's looks alone."""
-    road = running(max_bytes_in_flight=2**40, max_peer_bytes_in_flight=4 * FIRST_BYTES)
-    road.is_driven = True
-    for wave in range(6):
-        road.ask("r", Lane(), wave, FIRST_BYTES)
-    await trio.testing.wait_all_tasks_blocked()
-    assert len(road.posted) == 4
-
-
-@pytest.mark.parametrize(("limit", "size"), [(2**40, 2 * FIRST_BYTES), (1, 1)])
-async def test_a_large_first_wave_goes_alone_and_a_smaller_limit_holds(
-    autojump_clock, running, limit, size
-) -> None:
-    """It would wait for ever otherwise."""
-    road = running(max_bytes_in_flight=2**40, max_peer_bytes_in_flight=limit)
-    for wave in range(2):
-        road.ask("r", Lane(), wave, size)
-    await trio.testing.wait_all_tasks_blocked()
-    assert road.posted == [("r", 0)]
+    assert road.large_at_posts == [1, 1, 2, 3]
+    assert len(road.traffic.drop(lane)) == 2
+    for left, size in zip([2, 2, 1, 0], sizes, strict=False):
+        road.traffic.leave("p", size)
+        assert road.large == left
 
 
 async def test_a_burst_is_bounded_and_the_next_begins_behind_all_others(

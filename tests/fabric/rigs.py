@@ -60,12 +60,11 @@ class Served(AsideFabric):
     """An agent that a thread has from the beginning to the end; its loop is elsewhere."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(new_nixl(name), long_s=-1.0)
-        for _ in range(2):
-            self.take_notices()  # which takes longer than that
+        super().__init__(new_nixl(name))
+        self.expect(large=True)
         self._scope = trio.CancelScope()
         self._loop = ThreadPoolExecutor(1).submit(trio.run, self._run)
-        while not self.drives_itself:
+        while not self._custody._has_it.done():
             time.sleep(0.001)  # noqa: TID251 - a real thread
 
     async def _run(self) -> None:

@@ -71,7 +71,7 @@ class Agent(Fabric):
             raise AssertionError(f"{what} while another call is under way")
         try:
             who = LOOP if threading.get_ident() == self._loop else THREAD
-            if self.fabric is not None and self.fabric.drives_itself != (who == THREAD):
+            if self.fabric is not None and is_served(self.fabric) != (who == THREAD):
                 self.violations.append(f"{what} by the {who}")
             if what not in {"poll", "take_notices"}:
                 self.calls.append((what, who))
@@ -150,6 +150,11 @@ class Agent(Fabric):
         return {"peers": -1, "prepared": -1, "transfers": -1, "dropped_notices": 7}
 
 
+def is_served(fabric: AsideFabric) -> bool:
+    """By a thread, which is there."""
+    return fabric._custody._has_it.done()
+
+
 class Told(Transfer):
     """Is as far as the test says."""
 
@@ -204,8 +209,9 @@ class Place:
         with trio.fail_after(DEADLINE_S):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.fabric.attend, self.hear)
-                self.fabric._custody._wanted.set()
-                await self.until(lambda: self.fabric.drives_itself)
+                await self.until(lambda: self.fabric._custody._is_attended)
+                self.fabric._custody._go_aside()
+                await self.until(lambda: is_served(self.fabric))
                 yield
                 nursery.cancel_scope.cancel()
         assert not self.fabric.drives_itself
@@ -508,8 +514,8 @@ async def test_the_loop_looks_itself_when_the_thread_has_died(place):
     with trio.fail_after(DEADLINE_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(place.fabric.attend, place.hear)
-            place.fabric._custody._wanted.set()
-            await place.until(lambda: place.fabric.drives_itself)
+            place.fabric.expect(large=True)
+            await place.until(lambda: is_served(place.fabric))
             transfer = place.post()
             await place.until(lambda: place.agent.open)
             place.agent.errors["take_notices"] = RuntimeError("broken")

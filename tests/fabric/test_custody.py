@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from kvferry.engine.fabric import custody
-from kvferry.engine.fabric.custody import LONG_LOOKS, WORK_S, Custody
+from kvferry.engine.fabric.custody import TELLING_LOOKS, WORK_S, Custody
 from kvferry.protocol.errors import MisuseError, PeerLost
 from tests.kit import World
 
@@ -90,15 +90,20 @@ class Guarded:
         await self.custody.attend(self.hear)
 
     def want(self) -> None:
-        """As a long look does."""
-        self.custody._wanted.set()
+        """As long looks do."""
+        self.custody._go_aside()
 
     async def until(self, is_so) -> None:
         while not is_so():
             await trio.lowlevel.checkpoint()
 
+    @property
+    def has_it(self) -> bool:
+        """The thread."""
+        return self.custody._has_it.done()
+
     async def until_aside(self) -> None:
-        await self.until(lambda: self.custody.is_aside)
+        await self.until(lambda: self.has_it)
 
     async def until_home(self) -> None:
         await self.until(lambda: not self.custody.is_aside)
@@ -107,7 +112,7 @@ class Guarded:
     async def stays_at_home(self) -> None:
         """No thread has had it since it came home, and none is on its way."""
         await trio.testing.wait_all_tasks_blocked()
-        assert self.custody._is_leaving
+        assert not self.custody.is_aside
         assert self.threads == self._gone
 
     @contextmanager
@@ -134,6 +139,7 @@ async def attended(guarded: Guarded, *, wanted=True):
     with trio.fail_after(DEADLINE_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(attend)
+            await guarded.until(lambda: guarded.custody._is_attended)
             if wanted:
                 guarded.want()
                 await guarded.until_aside()
@@ -160,8 +166,8 @@ async def test_jobs_are_done_in_order_by_whoever_has_it():
     assert not guarded.warnings()
 
 
-async def test_the_loop_keeps_it_until_the_thread_waits_for_it():
-    """Whatever holds the thread up on its way: nobody waits for that."""
+async def test_what_the_loop_waits_for_it_does_itself_until_the_thread_is_there():
+    """Whatever holds the thread up on its way; behind what was asked for before."""
     entered, may_go = threading.Event(), threading.Event()
 
     def enter() -> None:
@@ -169,10 +175,11 @@ async def test_the_loop_keeps_it_until_the_thread_waits_for_it():
         assert may_go.wait(DEADLINE_S)
 
     guarded = Guarded(enter_thread=enter)
-    guarded.want()
     async with attended(guarded, wanted=False):
+        guarded.want()
         await guarded.until(entered.is_set)
         guarded.do("before")
+        assert not guarded.done
         assert guarded.wait_for("asked before") == "asked before"
         may_go.set()
         await guarded.until_aside()
@@ -209,7 +216,7 @@ async def test_long_looks_far_apart_are_chance_unless_there_have_been_many():
         for _ in range(3):
             guarded.custody.note(0.0)
         await guarded.stays_at_home()
-        guarded.custody._is_known = True
+        guarded.custody._are_long = True
         guarded.custody.note(0.0)
         await guarded.until_aside()
 
@@ -223,9 +230,9 @@ async def test_long_looks_while_the_thread_comes_want_no_second_one():
         assert may_go.wait(DEADLINE_S)
 
     guarded = Guarded(enter_thread=enter, long_s=ALWAYS)
-    for _ in range(2):
-        guarded.custody.note(0.0)
     async with attended(guarded, wanted=False):
+        for _ in range(2):
+            guarded.custody.note(0.0)
         await guarded.until(entered.is_set)
         guarded.custody.note(0.0)
         may_go.set()
@@ -262,48 +269,104 @@ async def test_it_stays_aside_while_looks_are_long():
         await guarded.until_home()
 
 
-async def test_it_is_handed_over_before_large_transfers_once_looks_were_long():
-    """Not before: where none is long, a thread would be a detour; and it stays then."""
-    guarded = Guarded(home_s=0.0)
+async def test_large_transfers_go_aside_at_once_until_looks_are_known_to_be_short():
+    """Nothing is a call of the loop's from the moment on; and no thread afterwards."""
+    guarded = Guarded()
     custody = guarded.custody
     async with attended(guarded, wanted=False):
         custody.expect(large=True)
+        guarded.do("first")
+        assert not guarded.done
+        await guarded.until(lambda: guarded.looks > 2 * TELLING_LOOKS)
+        assert custody.is_aside
+        guarded.has_news = True
+        await guarded.until_home()
         await guarded.stays_at_home()
         custody.expect(large=False)
-        custody._long_s = ALWAYS
-        guarded.want()
-        await guarded.until(lambda: guarded.looks > LONG_LOOKS)
+        custody.expect(large=True)
+        await guarded.stays_at_home()
+    assert guarded.done == [("first", THREAD)]
+
+
+async def test_large_transfers_go_aside_for_good_once_many_looks_were_long():
+    """However many are short then; not longer than they are expected."""
+    guarded = Guarded(home_s=0.0, long_s=ALWAYS)
+    custody = guarded.custody
+    guarded.has_news = True
+    async with attended(guarded):
+        await guarded.until(lambda: guarded.looks > TELLING_LOOKS)
         custody._long_s = NEVER
         await guarded.until_home()
         custody.expect(large=True)
         await guarded.until_aside()
         before, threads = guarded.looks, guarded.threads
-        await guarded.until(lambda: guarded.looks > before + 20)
+        await guarded.until(lambda: guarded.looks > before + 3 * TELLING_LOOKS)
         assert guarded.threads == threads
         custody.expect(large=False)
         await guarded.until_home()
         await guarded.stays_at_home()
 
 
-async def test_fewer_long_looks_say_nothing_of_the_transport():
-    """One comes by chance, whenever a connection is made."""
-    guarded = Guarded(home_s=0.0, long_s=ALWAYS)
+@pytest.mark.parametrize("long_looks", [1, TELLING_LOOKS - 1])
+async def test_fewer_looks_say_nothing_of_the_transport(long_looks):
+    """A long one among the short, whenever a connection is made; nor do looks at
+    nothing."""
+    guarded = Guarded()
     custody = guarded.custody
+    each = 2 * TELLING_LOOKS // long_looks
 
-    def end_them() -> None:
-        if guarded.looks == LONG_LOOKS:
-            custody._long_s = NEVER
+    def vary() -> None:
+        is_over = guarded.looks > each * long_looks
+        is_long = guarded.looks % each == 0 and not is_over
+        custody._long_s = ALWAYS if is_long else NEVER
+        guarded.has_news = guarded.looks % each < TELLING_LOOKS and not is_over
 
-    guarded.in_each_look = end_them
-    async with attended(guarded):
-        await guarded.until_home()
+    guarded.in_each_look = vary
+    async with attended(guarded, wanted=False):
         custody.expect(large=True)
-        await guarded.stays_at_home()
+        await guarded.until(lambda: guarded.looks > each * long_looks)
+        assert custody._are_long is None
+        assert custody.is_aside
+
+
+async def test_others_go_on_while_somebody_waits_for_a_result():
+    """Which comes from the loop, a thread, or the loop after it; errors, too."""
+    guarded = Guarded()
+
+    async def wait_for(name, error=None):
+        job = partial(guarded.job, name, error)
+        return await guarded.custody.result_of(lambda: job() or name)
+
+    assert await wait_for("home") == "home"
+    async with attended(guarded) as scope:
+        with pytest.raises(PeerLost):
+            await wait_for("refused", PeerLost("gone"))
+        answers, waiting = [], trio.CancelScope()
+
+        async def keep(name, waiting) -> None:
+            with waiting:
+                answers.append(await wait_for(name))
+
+        async with trio.open_nursery() as nursery:
+            with guarded.in_a_look():
+                nursery.start_soon(keep, "aside", waiting)
+                await trio.testing.wait_all_tasks_blocked()
+                assert not answers
+                waiting.cancel()  # it is done all the same
+                scope.cancel()
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.start_soon(keep, "left behind", trio.CancelScope())
+                await trio.testing.wait_all_tasks_blocked()
+                assert not answers
+    assert answers == ["aside", "left behind"]
+    assert guarded.done[2:] == [("aside", THREAD), ("left behind", LOOP)]
+    assert not guarded.warnings()
 
 
 async def test_the_loop_hears_of_news_and_only_of_news():
     """On the loop; and once more when it has the agent again."""
     guarded = Guarded()
+    guarded.custody._are_long = True  # and news say nothing of it
     async with attended(guarded):
         await guarded.until(lambda: guarded.looks > 10)
         assert not guarded.news
@@ -335,7 +398,7 @@ async def test_what_a_cancelled_thread_leaves_the_loop_does():
 async def test_attending_may_be_cancelled_at_any_time(checkpoints):
     """Before there is a thread, before it is handed the agent, and right behind that."""
     guarded = Guarded(long_s=ALWAYS)
-    guarded.want()
+    guarded.custody.expect(large=True)
     with trio.fail_after(DEADLINE_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(guarded.attend)
@@ -436,7 +499,7 @@ def test_no_nap_is_without_end(monkeypatch):
     guarded = Guarded()
     for n in range(20_000):
         guarded.custody._jobs.put(partial(guarded.job, n))
-        assert guarded.custody._work(None)
+        assert guarded.custody._work(0.0)
         assert guarded.custody._work(1e-9)
     assert len(guarded.done) == 20_000
 
@@ -455,7 +518,7 @@ async def test_the_loop_keeps_it_when_the_thread_fails(when):
         guarded.error = error
     with trio.fail_after(DEADLINE_S):
         async with trio.open_nursery() as nursery:
-            guarded.want()
+            guarded.custody.expect(large=True)
             nursery.start_soon(guarded.attend)
             if when in {"look", "cancelled"}:
                 await guarded.until_aside()

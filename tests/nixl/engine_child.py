@@ -279,12 +279,14 @@ class Told(PushCommands):
     async def be_aside(self) -> Any:
         """Give the agent to a thread, and leave it there until `come_home`."""
         self._custody._home_s = 1e9
-        self._custody._wanted.set()
-        while not self._custody.is_aside:
+        self._custody._are_long = True
+        self._custody._go_aside()
+        while not self._custody._has_it.done():
             await trio.lowlevel.checkpoint()
 
     async def come_home(self) -> Any:
         self._custody._home_s = HOME_S
+        self._custody._are_long = None
         self._custody.leave()
         while self._custody.is_aside:
             await trio.lowlevel.checkpoint()

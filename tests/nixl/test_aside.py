@@ -188,6 +188,7 @@ def test_an_engine_is_closed_aside_with_transfers_under_way(
         reading = closing if closes == "consumer" else consumer
         giving = closing if closes == "producer" else producer
         giving.ask("fill", BLOCKS, CACHE)
+        pull_small(giving, reading, f"{closes} is met", 5)
         parts = begin(giving, reading, f"{closes} closes")
         assert closing.close(within_s=GONE_S) == 0
         if reading is consumer:
