@@ -284,6 +284,10 @@ class Told(PushCommands):
         while not self._custody._has_it.done():
             await trio.lowlevel.checkpoint()
 
+    async def stay_home(self) -> Any:
+        """Give it to no thread: it is looked at as often as the settings say."""
+        self._custody._is_attended = False
+
     async def come_home(self) -> Any:
         self._custody._home_s = HOME_S
         self._custody._are_long = None

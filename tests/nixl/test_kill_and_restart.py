@@ -49,6 +49,7 @@ class Round:
 
     def begin(self, producer: Child, consumer: Child) -> None:
         """Have all of them in flight, by stopping the producer meanwhile."""
+        producer.ask("stay_home")
         tickets = [
             producer.ask("offer", f"r{salt}", blocks, len(blocks) * 16, salt)
             for salt, blocks in enumerate(self.blocks, self._salt)
