@@ -321,6 +321,8 @@ class Link:
                 case _:
                     if (rest := deliver(message)) is not None:
                         await rest
+                        # Nobody has listened meanwhile: that was no silence.
+                        self._heard_at = trio.current_time()
                         await trio.lowlevel.checkpoint_if_cancelled()
 
     async def _write(self) -> None:

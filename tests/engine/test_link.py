@@ -129,6 +129,35 @@ async def test_what_takes_a_while_is_waited_for_before_the_next_message(
         assert heard == [renewed(0), renewed(1), "done"]
 
 
+async def test_what_takes_longer_than_the_silence_is_none_of_the_peer_s(
+    autojump_clock,
+) -> None:
+    """Nobody has listened meanwhile: what it has said is heard then."""
+    heard = []
+
+    async def take_long() -> None:
+        with trio.CancelScope(shield=True):
+            await trio.sleep(25.0)
+
+    def hear(message):
+        heard.append(message)
+        return take_long() if message == renewed(0) else None
+
+    async with trio.open_nursery() as nursery:
+        ours, theirs = trio.testing.memory_stream_pair()
+        link = linked(ours)
+        nursery.start_soon(link.run, hear)
+        for number in range(3):
+            frame = encode_frame(encode_message(renewed(number)), limit_bytes=999)
+            await theirs.send_all(frame)
+        await trio.sleep(26.0)
+        assert heard == [renewed(number) for number in range(3)]
+        assert link.is_open
+        await trio.sleep(25.0)
+        assert not link.is_open
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_peer_that_reads_nothing_ends_the_link(autojump_clock) -> None:
     """The queue is bounded: whoever fills it has lost the peer, at once and for good."""
     async with trio.open_nursery() as nursery:
