@@ -191,6 +191,31 @@ async def test_what_the_loop_waits_for_it_does_itself_until_the_thread_is_there(
     ]
 
 
+async def test_a_thread_that_is_sent_away_before_it_is_there_does_not_stay():
+    """Though the loop does meanwhile what it would have done on its way out."""
+    entered, may_go = threading.Event(), threading.Event()
+
+    def enter() -> None:
+        entered.set()
+        assert may_go.wait(DEADLINE_S)
+
+    guarded = Guarded(enter_thread=enter)
+    async with attended(guarded, wanted=False):
+        guarded.want()
+        await guarded.until(entered.is_set)
+        guarded.do("before")
+        guarded.custody.leave()
+        guarded.do("behind")
+        assert guarded.wait_for("asked") == "asked"
+        guarded.do("left behind")
+        may_go.set()
+        await guarded.until_home()
+    assert guarded.done == [
+        (name, LOOP) for name in ("before", "behind", "asked", "left behind")
+    ]
+    assert not guarded.looks
+
+
 async def test_long_looks_of_the_loop_want_a_thread_and_short_ones_do_not():
     """One may be the first ever; the next wants another, after that has gone."""
     guarded = Guarded()
@@ -327,6 +352,23 @@ async def test_fewer_looks_say_nothing_of_the_transport(long_looks):
         await guarded.until(lambda: guarded.looks > each * long_looks)
         assert custody._are_long is None
         assert custody.is_aside
+
+
+async def test_many_long_looks_tell_whatever_is_between_and_short_ones_in_a_row():
+    """One look in four is long: the transport is known for these."""
+    guarded = Guarded()
+    custody = guarded.custody
+    guarded.has_news = True
+
+    def vary() -> None:
+        custody._long_s = NEVER if guarded.looks % 4 else ALWAYS
+
+    guarded.in_each_look = vary
+    async with attended(guarded, wanted=False):
+        custody.expect(large=True)
+        await guarded.until(lambda: custody._are_long is not None)
+        assert custody._are_long
+        assert guarded.threads == 1
 
 
 async def test_others_go_on_while_somebody_waits_for_a_result():
