@@ -23,7 +23,8 @@ import structlog
 
 from kvferry.engine.fabric.base import Fabric, Notice, Prepared, Progress, Transfer
 from kvferry.engine.fabric.checks import check_notice, check_pair, check_rows
-from kvferry.engine.fabric.custody import HOME_S, LONG_S, Custody
+from kvferry.engine.fabric.custody import Custody
+from kvferry.engine.fabric.looks import HOME_S, LONG_S
 from kvferry.protocol.errors import (
     FerryError,
     FerryInternalError,
@@ -98,8 +99,7 @@ class AsideFabric(Fabric):
         Args:
             inner: The agent; closed with this.
             enter_thread: As for `Custody`.
-            long_s: As for `Custody`.
-            home_s: As for `Custody`.
+            long_s, home_s: As for `Looks`.
             log: Hears what no caller can be told.
         """
         self.name = inner.name

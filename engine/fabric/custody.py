@@ -8,8 +8,7 @@ Only the loop moves the agent: it hands it over once the thread waits for it, se
 thread away with the last of its jobs, and takes it back after the thread has gone. So
 each job is done, by the thread that will come to it or by the loop that follows.
 
-Whether looks are long is seen, and remembered. Until it is, those at large transfers
-are taken to be: the first may be as long as all that several peers have to send.
+A thread has it while looks are long, or may be (`Looks`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from math import inf
 from queue import Empty, Queue
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,24 +23,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import structlog
 import trio
 
+from kvferry.engine.fabric.looks import HOME_S, LONG_S, Looks
 from kvferry.protocol.errors import FerryError
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-__all__ = ("HOME_S", "LONG_S", "Custody")
+__all__ = ("Custody",)
 
 Job = Callable[[], None]
 T = TypeVar("T")
-
-LONG_S = 0.001
-"""Looks that take longer are a thread's. It is measured by the looking thread's own
-time: what another process takes from a short look is no reason."""
-
-HOME_S = 1.0
-"""Two long looks within it want a thread: one comes by itself when an agent is first
-met. After so long without one the loop has the agent again: a thread costs small
-transfers half a millisecond each."""
 
 NAP_S = 0.0001
 LONGEST_NAP_S = 0.001
@@ -51,10 +41,6 @@ LONGEST_NAP_S = 0.001
 
 IDLE_LOOK_S = 0.00005
 """A look that moves bytes takes longer."""
-
-TELLING_LOOKS = 8
-"""Of one thread. After so many long ones the transport is known for them, for good;
-after so many in a row that were not, each with news, for the contrary."""
 
 WORK_S = 0.0002
 """Of jobs before the next look: whoever waits for what the first posts have moved waits
@@ -82,23 +68,17 @@ class Custody:
         Args:
             look: The thread's look at the agent; whether the loop should hear of it.
             enter_thread: Called first in each thread that is to have it.
-            long_s: Two looks of the loop's that take longer want a thread, one if there
-                have been many.
-            home_s: If they come within this; the loop has it again after so long
-                without one.
+            long_s, home_s: As for `Looks`.
             log: Hears what jobs raise, and why there is no thread.
         """
         self.is_aside = False
         self._look = look
         self._enter_thread = enter_thread
-        self._long_s = long_s
-        self._home_s = home_s
+        self._looks = Looks(long_s=long_s, home_s=home_s)
         self._log = log or structlog.get_logger("kvferry")
         self._is_attended = False  # somebody starts threads
         self._wanted = trio.Event()
         self._is_expected = False  # something large
-        self._are_long: bool | None = None  # looks, as far as is known
-        self._again_by = -inf  # until then another one counts
         # None sends the thread away. No `SimpleQueue`: its `get` waits for ever if the
         # time is over before it has begun to wait (CPython 3.11), as under load it is.
         self._jobs: Queue[Job | None] = Queue()
@@ -148,12 +128,8 @@ class Custody:
 
     def note(self, begin: float) -> None:
         """The loop's look that began then, by `thread_time`, is over."""
-        if thread_time() - begin <= self._long_s:
-            return
-        now = perf_counter()
-        if self._are_long or now < self._again_by:
+        if self._looks.loop_took(thread_time() - begin):
             self._go_aside()
-        self._again_by = now + self._home_s
 
     def expect(self, *, large: bool) -> None:
         """Whether large transfers are on their way, of which looks may be long."""
@@ -163,7 +139,7 @@ class Custody:
 
     @property
     def _is_to_stay(self) -> bool:
-        return self._is_expected and self._are_long is not False
+        return self._is_expected and self._looks.are_long is not False
 
     def _go_aside(self) -> None:
         """Calls are a thread's from now on."""
@@ -249,26 +225,16 @@ class Custody:
                 self._enter_thread()
             be_handed_it()
             self._has_it.result()
-            long_at = perf_counter()
-            nap_s, long_looks, quick_looks = NAP_S, 0, 0
+            self._looks.begin_aside()
+            nap_s = NAP_S
             is_staying = self._work(0.0)
             while is_staying:
                 begin = thread_time()
                 has_news = self._look()
                 took_s = thread_time() - begin
-                if took_s > self._long_s:
-                    long_at = perf_counter()
-                    long_looks, quick_looks = long_looks + 1, 0
-                    if long_looks == TELLING_LOOKS:
-                        self._are_long = True
-                else:
-                    quick_looks += has_news
-                    if quick_looks == TELLING_LOOKS and self._are_long is None:
-                        self._are_long = False
-                        long_at = -inf
-                    is_over = perf_counter() > long_at + self._home_s
-                    if is_over and not self._is_to_stay:
-                        ask_to_be_sent_away()
+                may_leave = self._looks.thread_took(took_s, has_news=has_news)
+                if may_leave and not self._is_to_stay:
+                    ask_to_be_sent_away()
                 if has_news:
                     tell()
                 is_idle = not has_news and took_s < IDLE_LOOK_S

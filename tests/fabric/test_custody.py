@@ -13,7 +13,8 @@ import trio
 import trio.testing
 
 from kvferry.engine.fabric import custody
-from kvferry.engine.fabric.custody import TELLING_LOOKS, WORK_S, Custody
+from kvferry.engine.fabric.custody import WORK_S, Custody
+from kvferry.engine.fabric.looks import TELLING_LOOKS
 from kvferry.protocol.errors import MisuseError, PeerLost
 from tests.kit import World
 
@@ -223,7 +224,7 @@ async def test_long_looks_of_the_loop_want_a_thread_and_short_ones_do_not():
         for _ in range(3):
             guarded.custody.note(0.0)
         await guarded.stays_at_home()
-        guarded.custody._long_s = ALWAYS
+        guarded.custody._looks.long_s = ALWAYS
         guarded.custody.note(0.0)
         await guarded.stays_at_home()
         for _ in range(2):
@@ -241,7 +242,7 @@ async def test_long_looks_far_apart_are_chance_unless_there_have_been_many():
         for _ in range(3):
             guarded.custody.note(0.0)
         await guarded.stays_at_home()
-        guarded.custody._are_long = True
+        guarded.custody._looks.are_long = True
         guarded.custody.note(0.0)
         await guarded.until_aside()
 
@@ -290,7 +291,7 @@ async def test_it_stays_aside_while_looks_are_long():
     async with attended(guarded):
         await guarded.until(lambda: guarded.looks > 50)
         assert guarded.custody.is_aside
-        guarded.custody._long_s = NEVER
+        guarded.custody._looks.long_s = NEVER
         await guarded.until_home()
 
 
@@ -320,7 +321,7 @@ async def test_large_transfers_go_aside_for_good_once_many_looks_were_long():
     guarded.has_news = True
     async with attended(guarded):
         await guarded.until(lambda: guarded.looks > TELLING_LOOKS)
-        custody._long_s = NEVER
+        custody._looks.long_s = NEVER
         await guarded.until_home()
         custody.expect(large=True)
         await guarded.until_aside()
@@ -330,45 +331,6 @@ async def test_large_transfers_go_aside_for_good_once_many_looks_were_long():
         custody.expect(large=False)
         await guarded.until_home()
         await guarded.stays_at_home()
-
-
-@pytest.mark.parametrize("long_looks", [1, TELLING_LOOKS - 1])
-async def test_fewer_looks_say_nothing_of_the_transport(long_looks):
-    """A long one among the short, whenever a connection is made; nor do looks at
-    nothing."""
-    guarded = Guarded()
-    custody = guarded.custody
-    each = 2 * TELLING_LOOKS // long_looks
-
-    def vary() -> None:
-        is_over = guarded.looks > each * long_looks
-        is_long = guarded.looks % each == 0 and not is_over
-        custody._long_s = ALWAYS if is_long else NEVER
-        guarded.has_news = guarded.looks % each < TELLING_LOOKS and not is_over
-
-    guarded.in_each_look = vary
-    async with attended(guarded, wanted=False):
-        custody.expect(large=True)
-        await guarded.until(lambda: guarded.looks > each * long_looks)
-        assert custody._are_long is None
-        assert custody.is_aside
-
-
-async def test_many_long_looks_tell_whatever_is_between_and_short_ones_in_a_row():
-    """One look in four is long: the transport is known for these."""
-    guarded = Guarded()
-    custody = guarded.custody
-    guarded.has_news = True
-
-    def vary() -> None:
-        custody._long_s = NEVER if guarded.looks % 4 else ALWAYS
-
-    guarded.in_each_look = vary
-    async with attended(guarded, wanted=False):
-        custody.expect(large=True)
-        await guarded.until(lambda: custody._are_long is not None)
-        assert custody._are_long
-        assert guarded.threads == 1
 
 
 async def test_others_go_on_while_somebody_waits_for_a_result():
@@ -408,7 +370,7 @@ async def test_others_go_on_while_somebody_waits_for_a_result():
 async def test_the_loop_hears_of_news_and_only_of_news():
     """On the loop; and once more when it has the agent again."""
     guarded = Guarded()
-    guarded.custody._are_long = True  # and news say nothing of it
+    guarded.custody._looks.are_long = True  # and news say nothing of it
     async with attended(guarded):
         await guarded.until(lambda: guarded.looks > 10)
         assert not guarded.news

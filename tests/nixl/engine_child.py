@@ -24,7 +24,7 @@ from kvferry.engine import (
     open_engine,
 )
 from kvferry.engine.fabric.base import Operation
-from kvferry.engine.fabric.custody import HOME_S, Custody
+from kvferry.engine.fabric.looks import HOME_S
 from kvferry.engine.waves import Waves
 from kvferry.protocol import ModelIdentity, Ticket
 from tests.kit import GROUP, IDENTITY, Pool
@@ -33,6 +33,7 @@ from tests.processes import Answers, live_again
 
 if TYPE_CHECKING:
     from kvferry.engine import Offer, TransferEngine
+    from kvferry.engine.fabric.custody import Custody
 
 
 @dataclass
@@ -278,8 +279,8 @@ class Told(PushCommands):
 
     async def be_aside(self) -> Any:
         """Give the agent to a thread, and leave it there until `come_home`."""
-        self._custody._home_s = 1e9
-        self._custody._are_long = True
+        self._custody._looks.home_s = 1e9
+        self._custody._looks.are_long = True
         self._custody._go_aside()
         while not self._custody._has_it.done():
             await trio.lowlevel.checkpoint()
@@ -289,8 +290,8 @@ class Told(PushCommands):
         self._custody._is_attended = False
 
     async def come_home(self) -> Any:
-        self._custody._home_s = HOME_S
-        self._custody._are_long = None
+        self._custody._looks.home_s = HOME_S
+        self._custody._looks.are_long = None
         self._custody.leave()
         while self._custody.is_aside:
             await trio.lowlevel.checkpoint()
