@@ -98,17 +98,15 @@ class Custody:
 
     def wait_for(self, job: Callable[[], T]) -> T:
         """At once, or as soon as the thread can: the loop stands still until then."""
-        if not self._has_it.done():
-            self._work_off()  # what a thread that is on its way would have done before
-            return job()
         answer = Future[T]()
         self._is_awaited = True
         self._jobs.put(partial(_answer, answer, job))
-        either: tuple[Future[Any], ...] = answer, self._has_gone
-        wait(either, return_when=FIRST_COMPLETED)
+        if self._has_it.done():
+            either: tuple[Future[Any], ...] = answer, self._has_gone
+            wait(either, return_when=FIRST_COMPLETED)
         self._is_awaited = False
         if not answer.done():
-            self._come_home()
+            self._work_off()
         return answer.result()
 
     async def result_of(self, job: Callable[[], T]) -> T:
@@ -210,7 +208,7 @@ class Custody:
         self._work_off()
 
     def _work_off(self) -> None:
-        """Do what waits for a thread, none of which is at work."""
+        """Do what waits for a thread; none is at work, not yet or not any more."""
         while not self._jobs.empty():
             self._try(self._jobs.get())
         if self.is_aside and self._is_leaving:

@@ -152,7 +152,8 @@ class Agent(Fabric):
 
 def is_served(fabric: AsideFabric) -> bool:
     """By a thread, which is there."""
-    return fabric._custody._has_it.done()
+    custody = fabric._custody
+    return custody._has_it.done() and not custody._has_gone.done()
 
 
 class Told(Transfer):
@@ -475,6 +476,28 @@ async def test_a_thread_does_all_that_is_asked_for_aside(place):
     assert {who for _, who in place.agent.calls} == {THREAD}
     assert not place.agent.peers
     assert not place.world.events
+
+
+async def test_a_peer_is_met_aside_while_others_go_on(place):
+    """It is known as soon as the loop has heard of it."""
+    may_go, met = threading.Event(), []
+
+    async def meet() -> None:
+        met.append(await place.fabric.connect_aside(b"another"))
+
+    async with place.aside(), trio.open_nursery() as nursery:
+        place.fabric._custody.do(lambda: may_go.wait(DEADLINE_S))
+        nursery.start_soon(meet)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not met
+        with pytest.raises(PeerLost):
+            place.prepare("another")
+        may_go.set()
+        await place.until(lambda: met)
+        assert met == ["another"]
+        assert place.fabric.counts()["peers"] == 2
+        place.prepare("another")
+    assert place.agent.by("connect") == [LOOP, THREAD]
 
 
 async def test_a_notice_that_cannot_be_sent_aside_is_logged(place):
