@@ -160,3 +160,33 @@ def test_a_long_request_is_planned_beside_the_loop(monkeypatch) -> None:
         trio.run(main)
         assert in_loop == [found, found]
         in_loop.clear()
+
+
+async def test_both_fabrics_hear_of_a_large_transfer_before_it_is_posted(
+    autojump_clock,
+) -> None:
+    """From the offer on where it is read from; and when there is none any more."""
+    producer, consumer = Pool(8, dim=2048), Pool(8, dim=2048)
+    heard: list[tuple[str, Any]] = []
+
+    def listen(name: str, engine: Any) -> None:
+        engine._fabric.expect = lambda *, large: heard.append((name, large))
+        post = engine._fabric.post
+
+        def note(*args: Any, **settings: Any) -> Any:
+            heard.append((name, "posts"))
+            return post(*args, **settings)
+
+        engine._fabric.post = note
+
+    async with World().pair(producer, consumer) as (prefill, decode):
+        listen("p", prefill)
+        listen("c", decode)
+        blocks = producer.stamp(range(8), num_tokens=32)
+        offer = prefill.offer("r", blocks, num_tokens=32)
+        await decode.pull(offer.ticket, {GROUP: list(range(8))})
+        await offer.wait()
+    assert [what for name, what in heard if name == "p"] == [True, False]
+    assert [what for name, what in heard if name == "c"] == [True, "posts", False]
+    assert heard[0] == ("p", True)
+    consumer.check(range(8), num_tokens=32)

@@ -282,6 +282,24 @@ async def test_a_peer_that_comes_back_is_learnt_anew(world):
     assert (world.first.posts, world.second.posts) == (LATE_POSTS + 1, 1)
 
 
+async def test_a_peer_is_met_aside_if_the_first_can(world):
+    """And the second meets it as any other, when it is to copy."""
+    first, connect = world.first, world.first.connect
+
+    async def connect_aside(metadata: bytes) -> str:
+        await trio.lowlevel.checkpoint()
+        return connect(metadata)
+
+    world.fabric.disconnect("peer")
+    first.connect, first.connect_aside = None, connect_aside
+    assert await world.fabric.connect_aside(b"peer") == "peer"
+    assert first.peers == ["peer"]
+    world.learn()
+    await world.attend()
+    world.post()
+    assert world.second.peers == ["peer"]
+
+
 async def test_a_second_agent_that_comes_too_late_is_closed(world):
     """The engine may have ended while it was made."""
     world.learn()
