@@ -292,6 +292,7 @@ class Link:
         come nothing. A process that was stopped itself first reads what has come
         meanwhile: whoever has something to read is interrupted at the next wait.
         """
+        self._heard_at = trio.current_time()  # nobody has listened before
         try:
             while self._cause is None:
                 with trio.CancelScope(deadline=self._look()):

@@ -132,7 +132,7 @@ async def test_what_takes_a_while_is_waited_for_before_the_next_message(
 async def test_what_takes_longer_than_the_silence_is_none_of_the_peer_s(
     autojump_clock,
 ) -> None:
-    """Nobody has listened meanwhile: what it has said is heard then."""
+    """Nobody has listened meanwhile, nor before it ran: what it has said is heard then."""
     heard = []
 
     async def take_long() -> None:
@@ -146,7 +146,9 @@ async def test_what_takes_longer_than_the_silence_is_none_of_the_peer_s(
     async with trio.open_nursery() as nursery:
         ours, theirs = trio.testing.memory_stream_pair()
         link = linked(ours)
+        await trio.sleep(25.0)
         nursery.start_soon(link.run, hear)
+        await trio.testing.wait_all_tasks_blocked()
         for number in range(3):
             frame = encode_frame(encode_message(renewed(number)), limit_bytes=999)
             await theirs.send_all(frame)

@@ -478,7 +478,7 @@ async def test_the_loop_waits_for_a_thread_that_dies():
 
 
 async def test_while_the_loop_waits_the_thread_does_not_look():
-    """After each few jobs it would hold the loop up for one more look."""
+    """After each few jobs it would hold the loop up for one more look; as it does else."""
     guarded = Guarded()
     looks = set()
 
@@ -497,7 +497,11 @@ async def test_while_the_loop_waits_the_thread_does_not_look():
         for _ in range(10):
             guarded.custody.do(take_long)
         guarded.custody.wait_for(lambda: None)
-    assert len(looks) == 1
+        assert len(looks) == 1
+        looks.clear()
+        for _ in range(3):
+            guarded.custody.do(take_long)
+        await guarded.until(lambda: len(looks) == 3)
 
 
 def test_no_nap_is_without_end(monkeypatch):
@@ -511,10 +515,16 @@ def test_no_nap_is_without_end(monkeypatch):
     assert len(guarded.done) == 20_000
 
 
-@pytest.mark.parametrize("when", ["enter", "first look", "look", "cancelled"])
-async def test_the_loop_keeps_it_when_the_thread_fails(when):
+@pytest.mark.parametrize("when", ["start", "enter", "first look", "look", "cancelled"])
+async def test_the_loop_keeps_it_when_the_thread_fails(when, monkeypatch):
     """Warned of once, told of news, and all jobs are done; the engine runs as ever."""
     error = RuntimeError("broken")
+
+    async def start(*_: object, **__: object) -> None:
+        raise error
+
+    if when == "start":
+        monkeypatch.setattr(trio.to_thread, "run_sync", start)
 
     def enter() -> None:
         if when == "enter":
@@ -541,6 +551,7 @@ async def test_the_loop_keeps_it_when_the_thread_fails(when):
         assert "broken" in guarded.world.events[0]["error"]
         assert guarded.news == 1
         guarded.custody.expect(large=True)  # nobody starts threads any more
+        assert not guarded.custody.is_aside
         guarded.do("home")
         assert guarded.wait_for("asked") == "asked"
     assert [name for name, _ in guarded.done] == ["left behind", "home", "asked"]
