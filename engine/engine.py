@@ -24,7 +24,8 @@ from kvferry.engine.finish import FinishStage
 from kvferry.engine.handshake import Credentials
 from kvferry.engine.holds import Offer, ticket_spans
 from kvferry.engine.instance import Instance, contact_of
-from kvferry.engine.landing import LandingRequest, Landings
+from kvferry.engine.landing import LandingRequest
+from kvferry.engine.landings import Landings
 from kvferry.engine.link import GOODBYE_S
 from kvferry.engine.listener import Listener
 from kvferry.engine.offer import Offers

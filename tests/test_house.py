@@ -47,8 +47,9 @@ LAYERS = (
     "engine.ballots engine.agreements engine.lead engine.joining engine.instance engine.asking",
     "engine.routes engine.services",
     "engine.reading engine.dialogue engine.shares engine.delivery engine.holds engine.parking engine.siblings",
-    # services
-    "engine.offer engine.pull engine.push engine.landing",
+    # requests, and the services that run them
+    "engine.pull engine.push engine.landing",
+    "engine.offer engine.landings",
     # face
     "engine.engine",
     "engine.opening",

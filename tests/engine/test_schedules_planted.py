@@ -14,7 +14,7 @@ import pytest
 from kvferry.engine.delivery import Delivery
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.flight import Flights
-from kvferry.engine.landing import Landings, _Landing
+from kvferry.engine.landing import Landing
 from kvferry.engine.push import Pushes, _Push
 from kvferry.engine.readiness import Readiness, Step
 from kvferry.engine.selection import Clip
@@ -87,7 +87,7 @@ def waiting_waves_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def quarantine_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost source's blocks are given back all the same."""
-    monkeypatch.setattr(_Landing, "_quarantine", lambda _self: None)
+    monkeypatch.setattr(Landing, "_quarantine", lambda _self: None)
 
 
 def quarantine_left_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def quarantine_left_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         del source
         self._reclaim()
 
-    monkeypatch.setattr(_Landing, "_ask_again", ask_again)
+    monkeypatch.setattr(Landing, "_ask_again", ask_again)
 
 
 def producers_quarantine_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def committed_with_something_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody counts what never became ready, on either side."""
     monkeypatch.setattr(Readiness, "missing", lambda _self: ())
     monkeypatch.setattr(
-        _Landing,
+        Landing,
         "_check_finished",
         _select_only,
     )
@@ -218,7 +218,7 @@ def claims_never_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tokens_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A landing that is over is still looked for."""
-    monkeypatch.setattr(Landings, "drop_tokens", lambda *_: None)
+    monkeypatch.setattr(Landing, "_drop_tokens", lambda *_: None)
 
 
 def registrations_never_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
