@@ -30,7 +30,8 @@ from kvferry.engine.link import GOODBYE_S
 from kvferry.engine.listener import Listener
 from kvferry.engine.offer import Offers
 from kvferry.engine.peers import Peers
-from kvferry.engine.pull import PullRequest, Pulls
+from kvferry.engine.pull import PullRequest
+from kvferry.engine.pulls import Pulls
 from kvferry.engine.pump import Pump
 from kvferry.engine.push import Pushes, PushRequest
 from kvferry.engine.quarantine import Quarantine
