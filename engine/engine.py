@@ -33,7 +33,8 @@ from kvferry.engine.peers import Peers
 from kvferry.engine.pull import PullRequest
 from kvferry.engine.pulls import Pulls
 from kvferry.engine.pump import Pump
-from kvferry.engine.push import Pushes, PushRequest
+from kvferry.engine.push import PushRequest
+from kvferry.engine.pushes import Pushes
 from kvferry.engine.quarantine import Quarantine
 from kvferry.engine.rearrange import Rearranger
 from kvferry.engine.routes import Routes

@@ -49,7 +49,7 @@ LAYERS = (
     "engine.reading engine.dialogue engine.shares engine.delivery engine.holds engine.parking engine.siblings",
     # requests, and the services that run them
     "engine.pull engine.push engine.landing",
-    "engine.offer engine.pulls engine.landings",
+    "engine.offer engine.pulls engine.pushes engine.landings",
     # face
     "engine.engine",
     "engine.opening",

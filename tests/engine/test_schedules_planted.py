@@ -15,7 +15,8 @@ from kvferry.engine.delivery import Delivery
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.flight import Flights
 from kvferry.engine.landing import Landing
-from kvferry.engine.push import Pushes, _Push
+from kvferry.engine.push import Push
+from kvferry.engine.pushes import Pushes
 from kvferry.engine.readiness import Readiness, Step
 from kvferry.engine.selection import Clip
 from kvferry.engine.traffic import Traffic
@@ -154,7 +155,7 @@ def written_before_it_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
     async def while_open(self, after):
         self._after = after
 
-    monkeypatch.setattr(_Push, "while_open", while_open)
+    monkeypatch.setattr(Push, "while_open", while_open)
 
 
 def chunks_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
