@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import trio
-
+from kvferry.engine.active import Active
 from kvferry.engine.intake import Intake
 from kvferry.engine.landing import Landing
 from kvferry.engine.shares import share_among
-from kvferry.protocol.errors import EngineClosed, RequestInUse
+from kvferry.protocol.errors import EngineClosed
 from kvferry.protocol.lifecycle.landing import LandingFailed
 
 if TYPE_CHECKING:
@@ -38,10 +37,9 @@ class Landings:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._active: dict[str, Landing] = {}
+        self._active = Active[str, Landing]("landing")
         self.intake = Intake(log=services.log)
         self._shares: dict[tuple[EngineKey, ...], Shares] = {}
-        self._idle = trio.Event()
 
     def __len__(self) -> int:
         """How many are under way."""
@@ -50,29 +48,22 @@ class Landings:
     async def run(self, request: LandingRequest) -> TransferReport:
         """Run one landing to its outcome; see `TransferEngine.expect`."""
         request_id = request.request_id
-        if request_id in self._active:
-            raise RequestInUse("a landing of it is under way", request_id=request_id)
         landing = Landing(
             self._services, request, intake=self.intake, share=self._share
         )
-        with self._services.destinations.held(
-            request.spans, computed_tokens=request.computed_tokens
+        with (
+            self._active.entered(request_id, landing, request_id=request_id),
+            self._services.destinations.held(
+                request.spans, computed_tokens=request.computed_tokens
+            ),
         ):
-            self._active[request_id] = landing
-            try:
-                return await landing.run()
-            finally:
-                del self._active[request_id]
-                if not self._active:
-                    self._idle.set()
-                    self._idle = trio.Event()
+            return await landing.run()
 
     async def close(self) -> None:
         """End all landings, and wait until each is over."""
         for landing in tuple(self._active.values()):
             landing.feed(LandingFailed(EngineClosed("the engine is closing")))
-        while self._active:
-            await self._idle.wait()
+        await self._active.wait_idle()
 
     def _share(self, peers: tuple[Peer, ...], told: Layouts | None) -> Shares:
         """Our layout shared out among these peers; each of them knows its claim."""

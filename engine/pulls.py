@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import trio
-
+from kvferry.engine.active import Active
 from kvferry.engine.pull import Pull
-from kvferry.protocol.errors import EngineClosed, RequestInUse
+from kvferry.protocol.errors import EngineClosed
 from kvferry.protocol.lifecycle.pull import PullFailed
 
 if TYPE_CHECKING:
@@ -27,8 +26,7 @@ class Pulls:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._active: dict[tuple[str, int], Pull] = {}  # by request and share
-        self._idle = trio.Event()
+        self._active = Active[tuple[str, int], Pull]("pull")  # by request and share
 
     def __len__(self) -> int:
         """How many are under way."""
@@ -38,26 +36,17 @@ class Pulls:
         """Run one pull to its outcome; see `TransferEngine.pull`."""
         ticket = request.ticket
         name = ticket.request_id, ticket.share
-        if name in self._active:
-            raise RequestInUse(
-                "a pull of it is under way", request_id=ticket.request_id
-            )
         pull = Pull(self._services, request, next(self._services.attempts))
-        with self._services.destinations.held(
-            request.spans, computed_tokens=request.computed_tokens
+        with (
+            self._active.entered(name, pull, request_id=ticket.request_id),
+            self._services.destinations.held(
+                request.spans, computed_tokens=request.computed_tokens
+            ),
         ):
-            self._active[name] = pull
-            try:
-                return await pull.run()
-            finally:
-                del self._active[name]
-                if not self._active:
-                    self._idle.set()
+            return await pull.run()
 
     async def close(self) -> None:
         """End all pulls, and wait until each has drained or given up."""
         for pull in tuple(self._active.values()):
             pull.feed(PullFailed(EngineClosed("the engine is closing")))
-        while self._active:
-            self._idle = trio.Event()
-            await self._idle.wait()
+        await self._active.wait_idle()

@@ -40,7 +40,7 @@ LAYERS = (
     "engine.fabric engine.streams engine.tls engine.quarantine engine.guard engine.alarm engine.handover engine.strided",
     # motion
     "engine.pump engine.traffic engine.waves engine.finish engine.staging engine.rearrange",
-    "engine.agents engine.flight engine.drive engine.after engine.aside engine.intake engine.destinations",
+    "engine.agents engine.flight engine.drive engine.after engine.aside engine.intake engine.destinations engine.active",
     # others
     "engine.link engine.handshake engine.dials",
     "engine.peers engine.sources engine.listener engine.targets",
