@@ -12,7 +12,6 @@ import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
 import trio
 
 from kvferry.engine.after import check_after
@@ -27,6 +26,7 @@ from kvferry.engine.instance import Instance, contact_of
 from kvferry.engine.landing import LandingRequest
 from kvferry.engine.landings import Landings
 from kvferry.engine.link import GOODBYE_S
+from kvferry.engine.links import Links
 from kvferry.engine.listener import Listener
 from kvferry.engine.offer import Offers
 from kvferry.engine.peers import Peers
@@ -54,7 +54,6 @@ from kvferry.protocol.errors import (
     UnknownBlock,
 )
 from kvferry.protocol.handshake import Card
-from kvferry.protocol.link import Claim, Spare
 from kvferry.protocol.ticket import Contact, Ticket
 
 if TYPE_CHECKING:
@@ -72,13 +71,11 @@ if TYPE_CHECKING:
     from kvferry.engine.cache import KVCache
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.fabric.base import Fabric, Notice
-    from kvferry.engine.link import Link
     from kvferry.engine.push import PushStream
     from kvferry.engine.report import PushReport, TransferReport
     from kvferry.engine.spans import Span
     from kvferry.engine.streams import BoundListener, Streams
-    from kvferry.protocol.identity import EngineKey, Rank
-    from kvferry.protocol.link import LinkMessage
+    from kvferry.protocol.identity import EngineKey
 
 __all__ = ("TransferEngine",)
 
@@ -193,7 +190,7 @@ class TransferEngine:
         self._pulls = Pulls(services)
         self._pushes = Pushes(services, agents)
         self._landings = Landings(services)
-        links = _Links(self._offers, self._pushes, self._instance, log=log)
+        links = Links(self._offers, self._pushes, self._instance, log=log)
         self._instance.on_relayed = links.on_relayed
         self._listener = Listener(
             config, ours, service=links, instance=self._instance, log=log
@@ -773,57 +770,6 @@ class TransferEngine:
     async def _run_pump(self, scope: trio.CancelScope) -> None:
         with scope:
             await self._pump.run()
-
-
-class _Links:
-    """What consumers bring over their links, to whom it is for."""
-
-    def __init__(
-        self,
-        offers: Offers,
-        pushes: Pushes,
-        instance: Instance,
-        *,
-        log: FilteringBoundLogger,
-    ) -> None:
-        self._offers = offers
-        self._pushes = pushes
-        self._instance = instance
-        self._log = log
-
-    def on_open(self, link: Link, card: Card) -> None:
-        self._offers.on_open(link, card)
-        self._pushes.on_open(link, card)
-
-    def on_message(self, link: Link, message: LinkMessage) -> Awaitable[None] | None:
-        if isinstance(message, Claim):
-            return self._pushes.on_claim(link, message)
-        if isinstance(message, Spare):
-            self._pass_on(message)
-        elif not self._pushes.on_message(link, message):
-            self._offers.on_message(link, message)
-        return None
-
-    def _pass_on(self, message: Spare) -> None:
-        """Tell each rank that is named, ourselves perhaps among them."""
-        for rank in message.ranks:
-            its_own = msgspec.structs.replace(message, ranks=(rank,))
-            try:
-                self._instance.send(rank, its_own)
-            except FerryError as error:
-                # Nobody waits for it: its lease, or its deadline, ends it.
-                self._log.debug("not_passed_on", rank=str(rank), error=str(error))
-
-    def on_relayed(self, rank: Rank, message: Spare) -> None:  # noqa: ARG002 - whoever
-        """A rank of ours has been told that we are not needed."""
-        if message.offer is None:
-            self._pushes.spare(message.request_id)
-        else:
-            self._offers.spare(message)
-
-    def on_end(self, link: Link, cause: FerryError) -> None:
-        self._offers.on_end(link, cause)
-        self._pushes.on_end(link, cause)
 
 
 class _Naming:

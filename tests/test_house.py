@@ -51,6 +51,7 @@ LAYERS = (
     "engine.pull engine.push engine.landing",
     "engine.offer engine.pulls engine.pushes engine.landings",
     # face
+    "engine.links",
     "engine.engine",
     "engine.opening",
     "engine.testing",
