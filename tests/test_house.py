@@ -50,8 +50,9 @@ LAYERS = (
     # requests, and the services that run them
     "engine.pull engine.push engine.landing",
     "engine.offer engine.pulls engine.pushes engine.landings",
-    # face
     "engine.links",
+    "engine.assembly",
+    # face
     "engine.engine",
     "engine.opening",
     "engine.testing",
