@@ -23,7 +23,7 @@ from kvferry.engine.peers import Subscriber
 from kvferry.engine.pump import Cadence
 from kvferry.engine.quarantine import QuarantineEntry, held_blocks
 from kvferry.engine.report import TransferReport
-from kvferry.engine.selection import Selector
+from kvferry.engine.selector import Selector
 from kvferry.engine.spans import plain_ids, span_ids
 from kvferry.protocol.errors import (
     BadTicket,

@@ -20,7 +20,7 @@ from kvferry.engine.guard import guarded
 from kvferry.engine.quarantine import QuarantineEntry, held_blocks
 from kvferry.engine.reading import Reading
 from kvferry.engine.report import TransferReport
-from kvferry.engine.selection import Selector
+from kvferry.engine.selector import Selector
 from kvferry.engine.spans import Span
 from kvferry.protocol.errors import (
     EngineClosed,

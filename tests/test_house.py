@@ -32,8 +32,9 @@ LAYERS = (
     # arithmetic
     "engine.addresses",
     "engine.errors engine.cost engine.config engine.report engine.sizes engine.spans engine.tensors engine.validity",
-    "engine.arguments engine.cache engine.coverage engine.runs",
+    "engine.arguments engine.cache engine.coverage engine.descriptors engine.runs",
     "engine.sections engine.images engine.selection",
+    "engine.selector",
     "engine.plan engine.claims engine.readers engine.party engine.readiness engine.explain engine.trust",
     # hands
     "engine.budget",
@@ -70,7 +71,9 @@ THIRD_PARTY = {
     "engine.coverage": {"numpy"},
     "engine.runs": {"numpy"},
     "engine.sections": {"numpy"},
+    "engine.descriptors": {"numpy"},
     "engine.selection": {"numpy"},
+    "engine.selector": {"numpy"},
     "engine.validity": set(),
     "engine.plan": {"numpy"},
     "engine.readers": set(),

@@ -18,7 +18,7 @@ from kvferry.engine.landing import Landing
 from kvferry.engine.push import Push
 from kvferry.engine.pushes import Pushes
 from kvferry.engine.readiness import Readiness, Step
-from kvferry.engine.selection import Clip
+from kvferry.engine.selector import Clip
 from kvferry.engine.traffic import Traffic
 from kvferry.protocol.lifecycle.landing import LandingMachine, LandingState, _Source
 from kvferry.protocol.lifecycle.machine import Row
