@@ -19,7 +19,7 @@ import trio
 from kvferry.engine.after import wait_for
 from kvferry.engine.drive import Driver
 from kvferry.engine.guard import guarded
-from kvferry.engine.peers import Subscriber
+from kvferry.engine.peer import Subscriber
 from kvferry.engine.pump import Cadence
 from kvferry.engine.quarantine import QuarantineEntry, held_blocks
 from kvferry.engine.report import TransferReport
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from kvferry.engine.after import After
     from kvferry.engine.intake import Intake
     from kvferry.engine.party import Layouts, Party
-    from kvferry.engine.peers import Answer, Peer
+    from kvferry.engine.peer import Answer, Peer
     from kvferry.engine.selection import Selection
     from kvferry.engine.services import Services
     from kvferry.engine.shares import Shares

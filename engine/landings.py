@@ -18,7 +18,7 @@ from kvferry.protocol.lifecycle.landing import LandingFailed
 if TYPE_CHECKING:
     from kvferry.engine.landing import LandingRequest
     from kvferry.engine.party import Layouts
-    from kvferry.engine.peers import Peer
+    from kvferry.engine.peer import Peer
     from kvferry.engine.report import TransferReport
     from kvferry.engine.services import Services
     from kvferry.engine.shares import Shares

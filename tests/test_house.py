@@ -44,7 +44,9 @@ LAYERS = (
     "engine.agents engine.flight engine.drive engine.after engine.aside engine.intake engine.destinations engine.active",
     # others
     "engine.link engine.handshake engine.dials",
-    "engine.peers engine.sources engine.listener engine.targets",
+    "engine.peer engine.listener engine.targets",
+    "engine.sources",
+    "engine.peers",
     "engine.ballots engine.agreements engine.lead engine.joining engine.instance engine.asking",
     "engine.routes engine.services",
     "engine.reading engine.dialogue engine.shares engine.delivery engine.holds engine.parking engine.siblings",
