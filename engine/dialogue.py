@@ -9,7 +9,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from kvferry.engine.guard import guarded
-from kvferry.engine.peers import Subscriber, sought
+from kvferry.engine.peer import Subscriber
+from kvferry.engine.peers import sought
 from kvferry.protocol.errors import (
     FerryError,
     FerryInternalError,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from kvferry.engine.party import Party
-    from kvferry.engine.peers import Answer, Peer
+    from kvferry.engine.peer import Answer, Peer
     from kvferry.engine.services import Services
     from kvferry.protocol.identity import EngineKey
     from kvferry.protocol.lifecycle.machine import Event

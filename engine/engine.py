@@ -1,48 +1,27 @@
-"""`TransferEngine`: the public face, and the services of one rank behind it.
+"""`TransferEngine`: the public face of one rank.
 
 Calls are checked here as far as that needs no peer; what they do is done in the
-services. How an engine begins and ends is in `kvferry.engine.opening`.
+services (`kvferry.engine.assembly`). How an engine begins and ends is in
+`kvferry.engine.opening`.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
 import trio
 
 from kvferry.engine.after import check_after
-from kvferry.engine.agents import Agents
 from kvferry.engine.arguments import check_request_id, plain_span, whole
-from kvferry.engine.asking import Asks
-from kvferry.engine.destinations import Destinations
-from kvferry.engine.finish import FinishStage
-from kvferry.engine.handshake import Credentials
 from kvferry.engine.holds import Offer, ticket_spans
-from kvferry.engine.instance import Instance, contact_of
-from kvferry.engine.landing import LandingRequest, Landings
-from kvferry.engine.link import GOODBYE_S
-from kvferry.engine.listener import Listener
-from kvferry.engine.offer import Offers
-from kvferry.engine.peers import Peers
-from kvferry.engine.pull import PullRequest, Pulls
-from kvferry.engine.pump import Pump
-from kvferry.engine.push import Pushes, PushRequest
-from kvferry.engine.quarantine import Quarantine
-from kvferry.engine.rearrange import Rearranger
-from kvferry.engine.routes import Routes
-from kvferry.engine.services import Services
-from kvferry.engine.sizes import Sizes
+from kvferry.engine.instance import contact_of
+from kvferry.engine.landing import LandingRequest
+from kvferry.engine.pull import PullRequest
+from kvferry.engine.push import PushRequest
 from kvferry.engine.spans import as_array
-from kvferry.engine.staging import Staging
-from kvferry.engine.traffic import Traffic
-from kvferry.engine.trust import Trust
 from kvferry.protocol.errors import (
-    ConfigError,
     DeadlineExceeded,
     EngineClosed,
     FerryError,
@@ -50,8 +29,6 @@ from kvferry.protocol.errors import (
     MisuseError,
     UnknownBlock,
 )
-from kvferry.protocol.handshake import Card
-from kvferry.protocol.link import Claim, Spare
 from kvferry.protocol.ticket import Contact, Ticket
 
 if TYPE_CHECKING:
@@ -63,19 +40,14 @@ if TYPE_CHECKING:
         Sequence,
     )
 
-    from structlog.typing import FilteringBoundLogger
-
     from kvferry.engine.after import After
+    from kvferry.engine.assembly import Assembly
     from kvferry.engine.cache import KVCache
     from kvferry.engine.config import EngineConfig
-    from kvferry.engine.fabric.base import Fabric, Notice
-    from kvferry.engine.link import Link
     from kvferry.engine.push import PushStream
     from kvferry.engine.report import PushReport, TransferReport
     from kvferry.engine.spans import Span
-    from kvferry.engine.streams import BoundListener, Streams
-    from kvferry.protocol.identity import EngineKey, Rank
-    from kvferry.protocol.link import LinkMessage
+    from kvferry.protocol.identity import EngineKey
 
 __all__ = ("TransferEngine",)
 
@@ -92,109 +64,30 @@ class TransferEngine:
         quarantine: Destination blocks that must not be reused yet.
     """
 
-    def __init__(  # noqa: PLR0913 - built in one place, from its parts
-        self,
-        config: EngineConfig,
-        key: EngineKey,
-        cache: KVCache,
-        fabric: Fabric,
-        streams: Streams,
-        nursery: trio.Nursery,
-        *,
-        wall_clock: Callable[[], float],
-        log: FilteringBoundLogger,
+    def __init__(
+        self, config: EngineConfig, key: EngineKey, cache: KVCache, assembly: Assembly
     ) -> None:
         self.config = config
         self.key = key
         self.address: tuple[str, int] | None = None
-        self.quarantine = Quarantine()
+        self.quarantine = assembly.quarantine
+        self._assembly = assembly
         self._cache = cache
         self._groups = {g.name for g in cache.layout.groups} - config.skip_groups
-        self._fabric = fabric
-        self._log = log
-        self._is_closing = False
-        self._pump = Pump(
-            fabric,
-            config,
-            on_notice=self._take_notice,
-            hand_over=self._hand_over_notices,
-            log=log,
-        )
-        self._traffic = Traffic(config, on_large=self._pump.count_large)
-        sizes = Sizes(cache.layout)
-        self._trust = Trust(config, wall_clock=wall_clock)
-        ours = Credentials(
-            key,
-            Card(config.identity, cache.layout, fabric.metadata()),
-            config.secret,
-            config.skip_groups,
-        )
-        self._staging = Staging(config, fabric)
-        agents = Agents(fabric, log=log)
-        self._peers = Peers(
-            config,
-            ours,
-            fabric,
-            streams,
-            nursery,
-            trust=self._trust,
-            agents=agents,
-            staging=self._staging,
-            log=log,
-        )
-        rng = random.Random(fabric.name)  # noqa: S311 - no secret
-        self._instance = Instance(config, ours, streams, rng=rng, log=log)
-        self._asks = Asks(
-            config,
-            ours,
-            streams,
-            nursery,
-            trust=self._trust,
-            turns=self._peers.dials.turns,
-            rng=rng,
-            log=log,
-        )
-        self._offers = Offers(
-            key,
-            config,
-            self._pump,
-            nursery,
-            instance=self._instance,
-            sizes=sizes,
-            trust=self._trust,
-            log=log,
-        )
-        self._routes = Routes(
-            config, cache.layout, instance=self._instance, asks=self._asks
-        )
-        self._peers.on_forgotten = self._routes.forget
-        services = Services(
-            config,
-            key,
-            cache.layout,
-            fabric,
-            pump=self._pump,
-            traffic=self._traffic,
-            peers=self._peers,
-            routes=self._routes,
-            staging=self._staging,
-            rearranger=Rearranger(cache.storages(), nursery),
-            finish=FinishStage(cache),
-            quarantine=self.quarantine,
-            destinations=Destinations(cache.layout),
-            sizes=sizes,
-            nursery=nursery,
-            attempts=itertools.count(),
-            log=log,
-        )
-        self._pulls = Pulls(services)
-        self._pushes = Pushes(services, agents)
-        self._landings = Landings(services)
-        links = _Links(self._offers, self._pushes, self._instance, log=log)
-        self._instance.on_relayed = links.on_relayed
-        self._listener = Listener(
-            config, ours, service=links, instance=self._instance, log=log
-        )
+        self._fabric = assembly.fabric
+        self._pump = assembly.pump
+        self._traffic = assembly.traffic
+        self._staging = assembly.staging
+        self._trust = assembly.trust
+        self._peers = assembly.peers
+        self._instance = assembly.instance
+        self._asks = assembly.asks
+        self._routes = assembly.routes
+        self._offers = assembly.offers
+        self._pulls = assembly.pulls
+        self._pushes = assembly.pushes
+        self._landings = assembly.landings
+        self._listener = assembly.listener
 
     def offer(
         self,
@@ -688,7 +581,7 @@ class TransferEngine:
         }
 
     def _check_open(self) -> None:
-        if self._is_closing:
+        if self._assembly.is_closing:
             raise EngineClosed("the engine is closing")
 
     def _check_groups(self, spans: Mapping[str, Span]) -> None:
@@ -713,114 +606,6 @@ class TransferEngine:
                     f"group {name!r}: blocks {sorted(held)[:8]} are in quarantine;"
                     " await engine.quarantine.wait_free(group, ids), or give others"
                 )
-
-    def _take_notice(self, notice: Notice) -> None:
-        self._landings.intake.take(notice)
-
-    def _hand_over_notices(self) -> bool:
-        return self._landings.intake.hand_over()
-
-    async def _listen(self, streams: Streams, nursery: trio.Nursery) -> None:
-        if self.config.listen is None:
-            self._instance.begin(None)
-            return
-        try:
-            bound: BoundListener = await streams.listen(*self.config.listen)
-        except OSError as exc:
-            raise ConfigError(f"cannot listen on {self.config.listen}: {exc}") from exc
-        try:
-            self.config.check_bound(bound.host)
-        except ConfigError:
-            await bound.aclose()
-            raise
-        self.address = (self.config.advertise or bound.host, bound.port)
-        self._instance.begin(self.address)
-        nursery.start_soon(self._listener.run, bound)
-
-    async def _shut_down(self) -> None:
-        """Take nothing new, tell everybody, wait for what is under way.
-
-        Shielded, with a deadline: also after a cancellation the pulls drain.
-        """
-        self._is_closing = True
-        self._instance.end()
-        self._offers.withdraw_all()
-        limit_s = self.config.drain_grace_s + 5 * GOODBYE_S
-        with trio.move_on_after(limit_s, shield=True):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._pulls.close)
-                nursery.start_soon(self._pushes.close)
-                nursery.start_soon(self._landings.close)
-            await self._instance.close(within_s=GOODBYE_S)
-            await self._listener.close(within_s=GOODBYE_S)
-            await self._peers.close(within_s=GOODBYE_S)
-        for entry in self.quarantine:
-            self._log.error(
-                "closed_undrained",
-                request=entry.request_id,
-                peer=entry.peer,
-                blocks={name: list(ids) for name, ids in entry.blocks.items()},
-            )
-
-    async def _run_instance(self) -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._asks.sweep)
-            await self._instance.run()
-
-    async def _run_pump(self, scope: trio.CancelScope) -> None:
-        with scope:
-            await self._pump.run()
-
-
-class _Links:
-    """What consumers bring over their links, to whom it is for."""
-
-    def __init__(
-        self,
-        offers: Offers,
-        pushes: Pushes,
-        instance: Instance,
-        *,
-        log: FilteringBoundLogger,
-    ) -> None:
-        self._offers = offers
-        self._pushes = pushes
-        self._instance = instance
-        self._log = log
-
-    def on_open(self, link: Link, card: Card) -> None:
-        self._offers.on_open(link, card)
-        self._pushes.on_open(link, card)
-
-    def on_message(self, link: Link, message: LinkMessage) -> Awaitable[None] | None:
-        if isinstance(message, Claim):
-            return self._pushes.on_claim(link, message)
-        if isinstance(message, Spare):
-            self._pass_on(message)
-        elif not self._pushes.on_message(link, message):
-            self._offers.on_message(link, message)
-        return None
-
-    def _pass_on(self, message: Spare) -> None:
-        """Tell each rank that is named, ourselves perhaps among them."""
-        for rank in message.ranks:
-            its_own = msgspec.structs.replace(message, ranks=(rank,))
-            try:
-                self._instance.send(rank, its_own)
-            except FerryError as error:
-                # Nobody waits for it: its lease, or its deadline, ends it.
-                self._log.debug("not_passed_on", rank=str(rank), error=str(error))
-
-    def on_relayed(self, rank: Rank, message: Spare) -> None:  # noqa: ARG002 - whoever
-        """A rank of ours has been told that we are not needed."""
-        if message.offer is None:
-            self._pushes.spare(message.request_id)
-        else:
-            self._offers.spare(message)
-
-    def on_end(self, link: Link, cause: FerryError) -> None:
-        self._offers.on_end(link, cause)
-        self._pushes.on_end(link, cause)
 
 
 class _Naming:

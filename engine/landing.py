@@ -1,9 +1,9 @@
-"""The landing service: blocks that producers push into.
+"""`Landing`: blocks of one request that producers push into.
 
-Drives one `LandingMachine` for each landing, in its caller's task. Once a source has
-been told of the blocks it may write them until it has said that it will not: a
-landing that ends early asks every source for its word, and asks those that it has
-lost again and again, for as long as the engine lives.
+Drives a `LandingMachine`, in its caller's task. Once a source has been told of the
+blocks it may write them until it has said that it will not: a landing that ends early
+asks every source for its word, and asks those that it has lost again and again, for as
+long as the engine lives.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ import trio
 from kvferry.engine.after import wait_for
 from kvferry.engine.drive import Driver
 from kvferry.engine.guard import guarded
-from kvferry.engine.intake import Intake
-from kvferry.engine.peers import Subscriber
+from kvferry.engine.peer import Subscriber
 from kvferry.engine.pump import Cadence
 from kvferry.engine.quarantine import QuarantineEntry, held_blocks
 from kvferry.engine.report import TransferReport
-from kvferry.engine.selection import Selector
-from kvferry.engine.shares import Shares, share_among
+from kvferry.engine.selector import Selector
 from kvferry.engine.spans import plain_ids, span_ids
 from kvferry.protocol.errors import (
     BadTicket,
@@ -38,7 +36,6 @@ from kvferry.protocol.errors import (
     OfferSpent,
     PeerLost,
     PushAborted,
-    RequestInUse,
     TransferFailed,
 )
 from kvferry.protocol.lifecycle.landing import (
@@ -89,18 +86,20 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from kvferry.engine.after import After
-    from kvferry.engine.party import Party
-    from kvferry.engine.peers import Answer, Peer
+    from kvferry.engine.intake import Intake
+    from kvferry.engine.party import Layouts, Party
+    from kvferry.engine.peer import Answer, Peer
     from kvferry.engine.selection import Selection
     from kvferry.engine.services import Services
+    from kvferry.engine.shares import Shares
     from kvferry.engine.spans import Span
     from kvferry.protocol.identity import EngineKey
-    from kvferry.protocol.layout import CacheLayout, GroupLayout
+    from kvferry.protocol.layout import GroupLayout
     from kvferry.protocol.lifecycle.machine import Effect
     from kvferry.protocol.link import LinkMessage
     from kvferry.protocol.ticket import Contact, RankAddress
 
-__all__ = ("LandingRequest", "Landings")
+__all__ = ("Landing", "LandingRequest")
 
 EXTENSIONS_PER_LEASE = 3
 """So that two extensions may be late before a lease runs out."""
@@ -134,92 +133,34 @@ class LandingRequest:
     after: After | None = None
 
 
-class Landings:
-    """All landings of one engine.
-
-    Attributes:
-        intake: Where notices come in; one without a landing that has chosen its token
-            is dropped (case n5).
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._active: dict[str, _Landing] = {}
-        self.intake = Intake(log=services.log)
-        self._shares: dict[tuple[EngineKey, ...], Shares] = {}
-        self._idle = trio.Event()
-
-    def __len__(self) -> int:
-        """How many are under way."""
-        return len(self._active)
-
-    async def run(self, request: LandingRequest) -> TransferReport:
-        """Run one landing to its outcome; see `TransferEngine.expect`."""
-        request_id = request.request_id
-        if request_id in self._active:
-            raise RequestInUse("a landing of it is under way", request_id=request_id)
-        landing = _Landing(self._services, self, request)
-        with self._services.destinations.held(
-            request.spans, computed_tokens=request.computed_tokens
-        ):
-            self._active[request_id] = landing
-            try:
-                return await landing.run()
-            finally:
-                del self._active[request_id]
-                if not self._active:
-                    self._idle.set()
-                    self._idle = trio.Event()
-
-    async def close(self) -> None:
-        """End all landings, and wait until each is over."""
-        for landing in tuple(self._active.values()):
-            landing.feed(LandingFailed(EngineClosed("the engine is closing")))
-        while self._active:
-            await self._idle.wait()
-
-    # For the landings.
-
-    def token(self, landing: _Landing, source: int) -> bytes:
-        """A fresh token for what one source writes."""
-        token = secrets.token_bytes(TOKEN_BYTES)
-        self.intake.expect(token, partial(landing.arrived, source))
-        return token
-
-    def drop_tokens(self, tokens: Iterable[bytes]) -> None:
-        """No notice is expected any more."""
-        for token in tokens:
-            self.intake.forget(token)
-
-    def shares(
-        self,
-        peers: tuple[Peer, ...],
-        told: Mapping[EngineKey, CacheLayout] | None = None,
-    ) -> Shares:
-        """Our layout shared out among these peers; each of them knows its claim."""
-        keys = tuple(peer.key for peer in peers)
-        shares = self._shares.get(keys)
-        if shares is None or shares.peers != peers:
-            for old in [k for k, s in self._shares.items() if s.is_stale]:
-                del self._shares[old]
-            shares = share_among(peers, self._services, told)
-            self._shares[keys] = shares
-        return shares
-
-
-class _Landing:
+class Landing:
     """One landing.
 
-    Owns: the machine with its driver, and what the sources have told of the request.
+    Owns: the machine with its driver, the tokens that it has chosen, and what the
+    sources have told of the request.
+
+    Args:
+        intake: Where the notices come in that show one of the tokens.
+        share: Our layout shared out among these peers, of an instance that has told
+            these layouts.
+
+    Attributes:
+        feed: Takes an event of the machine's.
     """
 
     def __init__(
-        self, services: Services, landings: Landings, request: LandingRequest
+        self,
+        services: Services,
+        request: LandingRequest,
+        *,
+        intake: Intake,
+        share: Callable[[tuple[Peer, ...], Layouts | None], Shares],
     ) -> None:
         config = services.config
         self._services = services
-        self._landings = landings
         self._request = request
+        self._intake = intake
+        self._share = share
         self._attempt = next(services.attempts)
         self._log = services.log.bind(request=request.request_id)
         self._machine = LandingMachine(
@@ -267,7 +208,7 @@ class _Landing:
                     await self._driver.run(LandingStarted())
                     self._nursery.cancel_scope.cancel()
         finally:
-            self._landings.drop_tokens(self._tokens)
+            self._drop_tokens()
             if self._entry is None:
                 self._leave()
         if self._machine.state is not LandingState.DONE:
@@ -331,7 +272,7 @@ class _Landing:
         self._party = party
         self._hold.callback(services.peers.hold(party.keys))
         peers = await services.peers.connected(party)
-        self._shares = self._landings.shares(peers, party.layouts)
+        self._shares = self._share(peers, party.layouts)
         self._peers = list(peers)
         for number, peer in enumerate(peers):
             self._listen(number, peer)
@@ -348,7 +289,7 @@ class _Landing:
             await wait_for(self._request.after)
         self.feed(BlocksReady())
 
-    def arrived(self, source: int, part: int) -> None:
+    def _arrived(self, source: int, part: int) -> None:
         """A source's notice has come."""
         self._expect_more()
         if part != AHEAD:
@@ -380,8 +321,7 @@ class _Landing:
         shares = self._held_shares()
         self._tell_spare(self._peers)
         for source in range(len(self._peers)):
-            token = self._landings.token(self, source)
-            self._tokens.append(token)
+            token = self._new_token(source)
             register = Register(
                 self._request.request_id,
                 self._attempt,
@@ -397,6 +337,18 @@ class _Landing:
             except FerryError as error:
                 self._untold.add(source)
                 self._lose(source, error)
+
+    def _new_token(self, source: int) -> bytes:
+        """A fresh one, for what one source writes."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._tokens.append(token)
+        self._intake.expect(token, partial(self._arrived, source))
+        return token
+
+    def _drop_tokens(self) -> None:
+        """No notice is expected any more."""
+        for token in self._tokens:
+            self._intake.forget(token)
 
     def _extend(self, sources: Iterable[int]) -> None:
         for source in sources:

@@ -11,12 +11,12 @@ import logging
 import secrets
 import time
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
 import trio
 
+from kvferry.engine.assembly import Assembly
 from kvferry.engine.engine import TransferEngine
 from kvferry.engine.streams import Streams, TcpStreams
 from kvferry.engine.tls import TlsStreams
@@ -93,7 +93,7 @@ async def open_engine(
                         outer.start_soon(services.run)
                         try:
                             await services.opened.wait()
-                            engine = TransferEngine(
+                            assembly = Assembly(
                                 config,
                                 key,
                                 cache,
@@ -103,39 +103,36 @@ async def open_engine(
                                 wall_clock=wall_clock,
                                 log=log,
                             )
+                            engine = TransferEngine(config, key, cache, assembly)
                             # Not with `start`: were it cancelled, it would wait for
                             # the shielded task, and for ever.
-                            pump_nursery.start_soon(engine._run_pump, pump_scope)
-                            for service in (
-                                partial(fabric.attend, engine._pump.wake),
-                                engine._traffic.run,
-                                engine._offers.sweep,
-                                engine._peers.sweep,
-                            ):
-                                services.nursery.start_soon(service)
-                            await engine._listen(streams, services.nursery)
-                            services.nursery.start_soon(engine._run_instance)
+                            pump_nursery.start_soon(assembly.run_pump, pump_scope)
+                            engine.address = await assembly.begin(
+                                streams, services.nursery
+                            )
                             log.info("engine_opened", address=engine.address)
                             try:
                                 yield engine
                             finally:
-                                await engine._shut_down()
+                                await assembly.end()
                         finally:
                             services.scope.cancel()
                 finally:
                     pump_scope.cancel()
     finally:
-        _part_with(fabric, engine)
+        _part_with(fabric, engine, log)
         log.info("engine_closed")
 
 
-def _part_with(fabric: Fabric, engine: TransferEngine | None) -> None:
+def _part_with(
+    fabric: Fabric, engine: TransferEngine | None, log: FilteringBoundLogger
+) -> None:
     """Destroy the agent, unless bytes may still be moving though the grace is over."""
     if engine is None or not engine._pump.unsettled:
         fabric.close()
         return
     _KEPT.append(engine)
-    engine._log.error(
+    log.error(
         "agent_kept",
         agent=fabric.name,
         unsettled_transfers=engine._pump.unsettled,

@@ -47,13 +47,8 @@ from kvferry.engine.sections import (
     StratumKey,
     build_sections,
 )
-from kvferry.engine.selection import (
-    Clip,
-    SectionSelection,
-    Selection,
-    Selector,
-    Tail,
-)
+from kvferry.engine.selection import SectionSelection, Selection, Tail
+from kvferry.engine.selector import Clip, Selector
 from kvferry.engine.spans import Context, Side, Span
 from kvferry.engine.validity import check_layout, field_numbers
 from kvferry.protocol.errors import ImpossiblePlan

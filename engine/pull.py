@@ -1,8 +1,7 @@
-"""The pull service: drives one `PullMachine` for each pull.
+"""`Pull`: one request's blocks, read from those who offer them.
 
-The machine decides, this file acts: events from peers, transfers, the clock and
-the caller go in, effects are carried out. Every pull runs in its caller's task,
-and its failure ends it alone.
+Drives a `PullMachine`, in its caller's task. The machine decides, this file acts:
+events from peers, transfers, the clock and the caller go in, effects are carried out.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from kvferry.engine.guard import guarded
 from kvferry.engine.quarantine import QuarantineEntry, held_blocks
 from kvferry.engine.reading import Reading
 from kvferry.engine.report import TransferReport
-from kvferry.engine.selection import Selector
+from kvferry.engine.selector import Selector
 from kvferry.engine.spans import Span
 from kvferry.protocol.errors import (
     EngineClosed,
     FerryError,
     FerryInternalError,
     PeerLost,
-    RequestInUse,
 )
 from kvferry.protocol.lifecycle.pull import (
     OVER,
@@ -71,7 +69,7 @@ if TYPE_CHECKING:
     from kvferry.protocol.ranges import Ranges
     from kvferry.protocol.ticket import RankOffer, Ticket
 
-__all__ = ("PullRequest", "Pulls")
+__all__ = ("Pull", "PullRequest")
 
 RENEWALS_PER_LEASE = 3
 """So that two renewals may be late before a lease runs out."""
@@ -101,51 +99,16 @@ class PullRequest:
     priority: int = 0
 
 
-class Pulls:
-    """All pulls of one engine."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._active: dict[tuple[str, int], _Pull] = {}  # by request and share
-        self._idle = trio.Event()
-
-    def __len__(self) -> int:
-        """How many are under way."""
-        return len(self._active)
-
-    async def run(self, request: PullRequest) -> TransferReport:
-        """Run one pull to its outcome; see `TransferEngine.pull`."""
-        ticket = request.ticket
-        name = ticket.request_id, ticket.share
-        if name in self._active:
-            raise RequestInUse(
-                "a pull of it is under way", request_id=ticket.request_id
-            )
-        pull = _Pull(self._services, request, next(self._services.attempts))
-        with self._services.destinations.held(
-            request.spans, computed_tokens=request.computed_tokens
-        ):
-            self._active[name] = pull
-            try:
-                return await pull.run()
-            finally:
-                del self._active[name]
-                if not self._active:
-                    self._idle.set()
-
-    async def close(self) -> None:
-        """End all pulls, and wait until each has drained or given up."""
-        for pull in tuple(self._active.values()):
-            pull.feed(PullFailed(EngineClosed("the engine is closing")))
-        while self._active:
-            self._idle = trio.Event()
-            await self._idle.wait()
-
-
-class _Pull:
+class Pull:
     """One pull.
 
     Owns: the machine with its driver, and what the plan made of the request.
+
+    Args:
+        attempt: Its number; no other pull or landing has it.
+
+    Attributes:
+        feed: Takes an event of the machine's.
     """
 
     def __init__(self, services: Services, request: PullRequest, attempt: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.engine.selection import Clip
+from kvferry.engine.selector import Clip
 from kvferry.protocol.errors import MisuseError
 from kvferry.protocol.ranges import Ranges
 

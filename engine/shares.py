@@ -20,7 +20,7 @@ from kvferry.protocol.link import Claim
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvferry.engine.peers import Peer
+    from kvferry.engine.peer import Peer
     from kvferry.engine.plan import Plan
     from kvferry.engine.selection import Selection
     from kvferry.engine.services import Services

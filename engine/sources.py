@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvferry.engine.config import EngineConfig
     from kvferry.engine.fabric.base import Fabric, Prepared
     from kvferry.engine.images import BulkSection
-    from kvferry.engine.peers import Peer
+    from kvferry.engine.peer import Peer
     from kvferry.engine.plan import Plan
     from kvferry.engine.sections import Rows, Section
     from kvferry.engine.staging import Staging

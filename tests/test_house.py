@@ -32,23 +32,29 @@ LAYERS = (
     # arithmetic
     "engine.addresses",
     "engine.errors engine.cost engine.config engine.report engine.sizes engine.spans engine.tensors engine.validity",
-    "engine.arguments engine.cache engine.coverage engine.runs",
+    "engine.arguments engine.cache engine.coverage engine.descriptors engine.runs",
     "engine.sections engine.images engine.selection",
+    "engine.selector",
     "engine.plan engine.claims engine.readers engine.party engine.readiness engine.explain engine.trust",
     # hands
     "engine.budget",
     "engine.fabric engine.streams engine.tls engine.quarantine engine.guard engine.alarm engine.handover engine.strided",
     # motion
     "engine.pump engine.traffic engine.waves engine.finish engine.staging engine.rearrange",
-    "engine.agents engine.flight engine.drive engine.after engine.aside engine.intake engine.destinations",
+    "engine.agents engine.flight engine.drive engine.after engine.aside engine.intake engine.destinations engine.active",
     # others
     "engine.link engine.handshake engine.dials",
-    "engine.peers engine.sources engine.listener engine.targets",
+    "engine.peer engine.listener engine.targets",
+    "engine.sources",
+    "engine.peers",
     "engine.ballots engine.agreements engine.lead engine.joining engine.instance engine.asking",
     "engine.routes engine.services",
     "engine.reading engine.dialogue engine.shares engine.delivery engine.holds engine.parking engine.siblings",
-    # services
-    "engine.offer engine.pull engine.push engine.landing",
+    # requests, and the services that run them
+    "engine.pull engine.push engine.landing",
+    "engine.offer engine.pulls engine.pushes engine.landings",
+    "engine.links",
+    "engine.assembly",
     # face
     "engine.engine",
     "engine.opening",
@@ -67,7 +73,9 @@ THIRD_PARTY = {
     "engine.coverage": {"numpy"},
     "engine.runs": {"numpy"},
     "engine.sections": {"numpy"},
+    "engine.descriptors": {"numpy"},
     "engine.selection": {"numpy"},
+    "engine.selector": {"numpy"},
     "engine.validity": set(),
     "engine.plan": {"numpy"},
     "engine.readers": set(),

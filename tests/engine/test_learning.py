@@ -19,7 +19,7 @@ from kvferry.engine import (
     UnknownOffer,
 )
 from kvferry.engine.parking import MAX_PARKED_OF_ONE, Parking
-from kvferry.engine.peers import Subscriber
+from kvferry.engine.peer import Subscriber
 from kvferry.protocol import BadTicket, Rank, Ticket
 from kvferry.protocol.link import Decline, Renew, Sought, Spare
 from tests.kit import GROUP, Pool, World, address, at_base

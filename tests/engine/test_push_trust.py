@@ -23,7 +23,7 @@ from kvferry.engine import (
 )
 from kvferry.engine.handshake import Credentials, greet
 from kvferry.engine.link import FramedStream
-from kvferry.engine.push import MAX_REGISTERED_BLOCKS
+from kvferry.engine.pushes import MAX_REGISTERED_BLOCKS
 from kvferry.engine.sections import MAX_ROWS
 from kvferry.engine.targets import ROWS_PER_PLAN
 from kvferry.protocol.handshake import Card

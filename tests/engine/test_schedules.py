@@ -19,7 +19,8 @@ from kvferry.engine.fabric import Progress
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.flight import Flights
 from kvferry.engine.offer import Offers
-from kvferry.engine.peers import Peer, Peers
+from kvferry.engine.peer import Peer
+from kvferry.engine.peers import Peers
 from kvferry.engine.quarantine import Quarantine
 from kvferry.engine.rearrange import Rearranger
 from kvferry.protocol.lifecycle.machine import Row

@@ -14,10 +14,11 @@ import pytest
 from kvferry.engine.delivery import Delivery
 from kvferry.engine.finish import FinishStage
 from kvferry.engine.flight import Flights
-from kvferry.engine.landing import Landings, _Landing
-from kvferry.engine.push import Pushes, _Push
+from kvferry.engine.landing import Landing
+from kvferry.engine.push import Push
+from kvferry.engine.pushes import Pushes
 from kvferry.engine.readiness import Readiness, Step
-from kvferry.engine.selection import Clip
+from kvferry.engine.selector import Clip
 from kvferry.engine.traffic import Traffic
 from kvferry.protocol.lifecycle.landing import LandingMachine, LandingState, _Source
 from kvferry.protocol.lifecycle.machine import Row
@@ -87,7 +88,7 @@ def waiting_waves_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def quarantine_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost source's blocks are given back all the same."""
-    monkeypatch.setattr(_Landing, "_quarantine", lambda _self: None)
+    monkeypatch.setattr(Landing, "_quarantine", lambda _self: None)
 
 
 def quarantine_left_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +98,7 @@ def quarantine_left_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         del source
         self._reclaim()
 
-    monkeypatch.setattr(_Landing, "_ask_again", ask_again)
+    monkeypatch.setattr(Landing, "_ask_again", ask_again)
 
 
 def producers_quarantine_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +155,7 @@ def written_before_it_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
     async def while_open(self, after):
         self._after = after
 
-    monkeypatch.setattr(_Push, "while_open", while_open)
+    monkeypatch.setattr(Push, "while_open", while_open)
 
 
 def chunks_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +174,7 @@ def committed_with_something_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody counts what never became ready, on either side."""
     monkeypatch.setattr(Readiness, "missing", lambda _self: ())
     monkeypatch.setattr(
-        _Landing,
+        Landing,
         "_check_finished",
         _select_only,
     )
@@ -218,7 +219,7 @@ def claims_never_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tokens_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A landing that is over is still looked for."""
-    monkeypatch.setattr(Landings, "drop_tokens", lambda *_: None)
+    monkeypatch.setattr(Landing, "_drop_tokens", lambda *_: None)
 
 
 def registrations_never_cleared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine.selection import DescriptorIds, SectionSelection
+from kvferry.engine.descriptors import DescriptorIds
+from kvferry.engine.selection import SectionSelection
 from kvferry.engine.traffic import BURST_POSTS
 from kvferry.engine.waves import Waves
 from tests.kit import GROUP, Pool, World, agent
