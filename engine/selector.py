@@ -61,6 +61,21 @@ class _Units(NamedTuple):
     """Absolute tokens ``[first, last)``, rounded to units; list positions of a state."""
 
 
+class _Blocks(NamedTuple):
+    """The units of one stratum by the blocks that they are read with.
+
+    Attributes:
+        heads: Kernel block of each, on the producer; int32 ``[B]``.
+        firsts: Number of the first unit of each, and of all units; ``[B + 1]``.
+        local, remote: As in `BulkSelection`.
+    """
+
+    heads: npt.NDArray[np.int32]
+    firsts: Ids
+    local: tuple[Ids, Ids]
+    remote: tuple[Ids, Ids]
+
+
 class Selector:
     """One request's numbers, computed once and shared by all peers and sections.
 
@@ -94,6 +109,7 @@ class Selector:
         }
         self._placements: dict[tuple[str, str, Side], Placement] = {}
         self._units: dict[StratumKey, _Units | None] = {}
+        self._blocks: dict[StratumKey, _Blocks] = {}
 
     def select(self, peers: Mapping[KeyT, PeerPlan[KeyT]]) -> Selection[KeyT]:
         """The descriptors of all peers, the untrusted ranges and the tails.
@@ -125,7 +141,28 @@ class Selector:
         for index, section in enumerate(peer.bulk, start=len(peer.sections)):
             units = self._stratum_units(section.key)
             if units is not None:
-                yield _bulk_selection(index, section, units)
+                yield self._bulk_selection(index, section, units)
+
+    def _bulk_selection(
+        self, index: int, section: BulkSection, units: _Units
+    ) -> BulkSelection:
+        key, images = section.key, len(section.images)
+        if key not in self._blocks:
+            self._blocks[key] = _read_blocks(key, units)
+        heads, firsts, local, remote = self._blocks[key]
+        pool = key.remote.kernel_blocks
+        base = np.arange(0, images * pool, pool, dtype=np.int32)
+        remote_ids = DescriptorIds([(base, heads)])
+        return BulkSelection(
+            index,
+            DescriptorIds(),
+            remote_ids,
+            [(section.image_bytes, remote_ids.size)],
+            section,
+            firsts,
+            local,
+            remote,
+        )
 
     def _stratum_units(self, key: StratumKey) -> _Units | None:
         if key not in self._units:
@@ -303,27 +340,15 @@ def _section_selection(
     )
 
 
-def _bulk_selection(index: int, section: BulkSection, units: _Units) -> BulkSelection:
-    """Group the units by the blocks that they are read with."""
-    pool = section.key.remote.kernel_blocks
-    place, block = np.divmod(units.remote.astype(np.int64), pool)
+def _read_blocks(key: StratumKey, units: _Units) -> _Blocks:
+    place, block = np.divmod(units.remote.astype(np.int64), key.remote.kernel_blocks)
+    is_first = np.ones(block.size + 1, dtype=np.bool_)
     # A block that is listed again, for other tokens, is read again.
-    is_next = (block[1:] != block[:-1]) | (place[1:] <= place[:-1])
-    firsts = np.flatnonzero(np.concatenate(([True], is_next, [True])))
-    base = np.arange(len(section.images), dtype=np.int32) * np.int32(pool)
-    heads = block[firsts[:-1]].astype(np.int32)
-    remote_ids = DescriptorIds([(base, heads)])
-    number = np.repeat(np.arange(firsts.size - 1), np.diff(firsts))
+    is_first[1:-1] = (block[1:] != block[:-1]) | (place[1:] <= place[:-1])
+    firsts = np.flatnonzero(is_first)
+    number = np.cumsum(is_first[:-1]) - 1
     local_place, local_block = np.divmod(
-        units.local.astype(np.int64), section.key.local.kernel_blocks
+        units.local.astype(np.int64), key.local.kernel_blocks
     )
-    return BulkSelection(
-        index,
-        DescriptorIds(),
-        remote_ids,
-        [(section.image_bytes, remote_ids.size)],
-        section,
-        firsts,
-        (local_block, local_place),
-        (number, place),
-    )
+    heads = block[firsts[:-1]].astype(np.int32)
+    return _Blocks(heads, firsts, (local_block, local_place), (number, place))
