@@ -85,7 +85,7 @@ class Pump:
         }
         self._idle_s = config.idle_poll_s
         self._claims = dict.fromkeys(Cadence, 0)
-        self._large = 0
+        self._large = 0  # transfers on their way
         self._active: dict[Transfer, Callable[[Progress, FerryError | None], None]] = {}
         self._lost: dict[Transfer, Callable[[Progress, FerryError | None], None]] = {}
         self._alarm: Alarm | None = None  # while it runs

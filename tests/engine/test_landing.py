@@ -25,6 +25,7 @@ from kvferry.engine import (
 from kvferry.engine.cost import CostModel, LandingPolicy
 from kvferry.engine.fabric import MemoryNetwork, MemoryStreams
 from kvferry.engine.plan import prepare_plan
+from kvferry.engine.selection import BulkSelection
 from kvferry.engine.staging import Berth, Staging
 from kvferry.engine.strided import copy_with_torch
 from kvferry.protocol.errors import MisuseError
@@ -172,6 +173,23 @@ def test_named_pairs_of_the_models_choice(name) -> None:
     assert wrong == []
     _, direct = cross_in_memory(NAMED[name], landing="direct")
     assert report.descriptors <= direct.descriptors
+
+
+def test_a_block_that_is_listed_again_is_read_again() -> None:
+    """Its tokens are as many as a whole block has, and not in a block's order."""
+    case = pair(shape(HND, 4), shape(NHD, 16))
+    selection = plan_of(case, landing="bulk", image_bytes=1 << 16).select(
+        num_tokens=24,
+        computed_tokens=8,
+        local={"full": Span([1, 2, 3, 4], 8)},
+        remote={"full": Span([5, 5])},
+    )
+    ((part,),) = selection.peers.values()
+    assert isinstance(part, BulkSelection)
+    for piece in part.pieces(slice(0, part.descriptors)):
+        assert piece.blocks == 2
+        assert not piece.is_whole
+        assert [ids.tolist() for ids in piece.remote] == [[0, 0, 1, 1], [2, 3, 0, 1]]
 
 
 # The choice.

@@ -128,6 +128,17 @@ class Guarded:
         return [entry["event"] for entry in self.world.events]
 
 
+class Way:
+    """A thread's, which is held up on it until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.is_begun, self.is_free = threading.Event(), threading.Event()
+
+    def go(self) -> None:
+        self.is_begun.set()
+        assert self.is_free.wait(DEADLINE_S)
+
+
 @asynccontextmanager
 async def attended(guarded: Guarded, *, wanted=True):
     """Aside when this begins, if that is wanted; and cancelled when it ends."""
@@ -169,20 +180,15 @@ async def test_jobs_are_done_in_order_by_whoever_has_it():
 
 async def test_what_the_loop_waits_for_it_does_itself_until_the_thread_is_there():
     """Whatever holds the thread up on its way; behind what was asked for before."""
-    entered, may_go = threading.Event(), threading.Event()
-
-    def enter() -> None:
-        entered.set()
-        assert may_go.wait(DEADLINE_S)
-
-    guarded = Guarded(enter_thread=enter)
+    way = Way()
+    guarded = Guarded(enter_thread=way.go)
     async with attended(guarded, wanted=False):
         guarded.want()
-        await guarded.until(entered.is_set)
+        await guarded.until(way.is_begun.is_set)
         guarded.do("before")
         assert not guarded.done
         assert guarded.wait_for("asked before") == "asked before"
-        may_go.set()
+        way.is_free.set()
         await guarded.until_aside()
         guarded.wait_for("behind")
     assert guarded.done == [
@@ -194,22 +200,17 @@ async def test_what_the_loop_waits_for_it_does_itself_until_the_thread_is_there(
 
 async def test_a_thread_that_is_sent_away_before_it_is_there_does_not_stay():
     """Though the loop does meanwhile what it would have done on its way out."""
-    entered, may_go = threading.Event(), threading.Event()
-
-    def enter() -> None:
-        entered.set()
-        assert may_go.wait(DEADLINE_S)
-
-    guarded = Guarded(enter_thread=enter)
+    way = Way()
+    guarded = Guarded(enter_thread=way.go)
     async with attended(guarded, wanted=False):
         guarded.want()
-        await guarded.until(entered.is_set)
+        await guarded.until(way.is_begun.is_set)
         guarded.do("before")
         guarded.custody.leave()
         guarded.do("behind")
         assert guarded.wait_for("asked") == "asked"
         guarded.do("left behind")
-        may_go.set()
+        way.is_free.set()
         await guarded.until_home()
     assert guarded.done == [
         (name, LOOP) for name in ("before", "behind", "asked", "left behind")
@@ -249,19 +250,14 @@ async def test_long_looks_far_apart_are_chance_unless_there_have_been_many():
 
 async def test_long_looks_while_the_thread_comes_want_no_second_one():
     """It comes for all of them."""
-    entered, may_go = threading.Event(), threading.Event()
-
-    def enter() -> None:
-        entered.set()
-        assert may_go.wait(DEADLINE_S)
-
-    guarded = Guarded(enter_thread=enter, long_s=ALWAYS)
+    way = Way()
+    guarded = Guarded(enter_thread=way.go, long_s=ALWAYS)
     async with attended(guarded, wanted=False):
         for _ in range(2):
             guarded.custody.note(0.0)
-        await guarded.until(entered.is_set)
+        await guarded.until(way.is_begun.is_set)
         guarded.custody.note(0.0)
-        may_go.set()
+        way.is_free.set()
         await guarded.until_aside()
         guarded.custody.leave()
         await guarded.until_home()
